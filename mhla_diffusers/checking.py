@@ -10,6 +10,7 @@ import torch
 
 from .attention import sparse_attention
 from .benchmark.cases import Case, Shape, choose_cases
+from .benchmark.commands import place_of
 from .benchmark.correctness import limit_of, operator_errors
 from .benchmark.counts import ATTENTION, count_forward
 from .benchmark.info import report
@@ -146,11 +147,7 @@ def check(
     Raises:
         ValueError: an unknown model, a size that it does not take, or a model whose attention is not softmax.
     """
-    from .devices import FLOAT_TYPES, choose_device, dtype_name
-
-    place = choose_device(device)
-    on_cpu = place.type == "cpu"
-    kind = FLOAT_TYPES[dtype_name(dtype or ("float32" if on_cpu else "bfloat16"))]
+    place, kind, on_cpu = place_of(device, dtype)
     case = choose_cases([model], size and [size], None if frames is None else [frames], smallest=True)[0]
     if case.family.computes != "softmax":
         raise ValueError(

@@ -158,15 +158,7 @@ class Case:
         return transformer.eval()
 
     def inputs(self, transformer: Any, dtype: torch.dtype) -> dict[str, Any]:
-        """Make the arguments of the transformer's forward: random latents, and conditioning of the family's shapes.
-
-        Args:
-            transformer: whose device they are on, and whose configuration says the shapes.
-            dtype: of all floating-point tensors.
-
-        Raises:
-            ValueError: the family does not define its conditioning.
-        """
+        """Make the arguments of the transformer's forward, on its device: random latents, and conditioning."""
         family, device = get_family(transformer), next(transformer.parameters()).device
         latents = [self.height // self.model.stride, self.width // self.model.stride]
         if self.frames is not None:
@@ -199,12 +191,7 @@ def choose_cases(
 ) -> list[Case]:
     """Return every model at every size.
 
-    Args:
-        names: of models.
-        sizes: such as "480x832", or "512" for a square; the model's own by default.
-        frames: of videos; the model's by default.
-        smallest: take only the smallest of the model's own sizes.
-        batch: samples per forward.
+    Sizes, such as "480x832" or "512", and frames are the model's own by default, or the smallest of its own.
 
     Raises:
         ValueError: an unknown model, or a size that cannot be read or that the model does not take.
@@ -222,12 +209,9 @@ def choose_cases(
 
 
 def small_case(model: Model) -> Case:
-    """Return a case of about two tokens per MHLA block and axis, to check correctness on.
-
-    Videos have one frame where frames attend by themselves.
-    """
+    """Return a case of about two tokens per MHLA block and axis, to check correctness on."""
     height, width = (2 * count * model.stride * model.patch for count in model.blocks[-2:])
     frames = None
-    if model.is_video:
+    if model.is_video:  # one frame where frames attend by themselves
         frames = 1 if len(model.blocks) == 2 else model.temporal_stride * (2 * model.blocks[0] - 1) + 1
     return Case(model, height, width, frames)

@@ -98,15 +98,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
-    """Run a patched model and compare its first and last patched attention with the reference, on the same inputs.
-
-    Args:
-        transformer: freshly patched, so that gates are 1, and in the type to measure.
-        inputs: of its forward, of few tokens.
-
-    Raises:
-        IncorrectAttentionError: the relative error of a layer is too large.
-    """
+    """Run a patched model on few tokens; IncorrectAttentionError if its first or last patched attention is wrong."""
     (patched,) = find_patched(transformer).values()
 
     def compare(seen: Seen) -> torch.Tensor:
@@ -121,7 +113,6 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
 
 
 def _require(errors: Mapping[str, float], dtype: torch.dtype, what: str) -> None:
-    """Raise if an error is above its limit or NaN."""
     limits = {name: limit_of(name, dtype) for name in errors}
     wrong = [f"{name} {error:.1e} of {limits[name]:.0e}" for name, error in errors.items() if not error <= limits[name]]
     if wrong:

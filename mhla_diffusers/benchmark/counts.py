@@ -1,7 +1,7 @@
 """FLOPs of a transformer by part, counted on the meta device."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -33,9 +33,6 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
         transformer: without a patch, on the meta device, where nothing is computed.
         inputs: of its forward, there too.
         config: of a patch whose self-attention is counted in place of the model's own, in every layer.
-
-    Raises:
-        ValueError: block counts that do not fit the token grid.
     """
     flops = dict.fromkeys(PARTS, 0)
     patched = 0
@@ -53,14 +50,14 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
         flops[part] += int(counter.get_total_flops()) - begun.pop()
         if part == ATTENTION and config is not None:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim == 3]
-            extra = 0 if family.extra == (0, 0) else _tokens(kwargs, given) - math.prod(grid)
+            text = kwargs.get(
+                "encoder_hidden_states"
+            )  # an argument of its own, where it does not stand in the sequence
+            tokens = kwargs.get("hidden_states", given[0]).shape[1] + (0 if text is None else text.shape[1])
+            extra = 0 if family.extra == (0, 0) else tokens - math.prod(grid)
             patched += len(given[0]) * sizes_of(module, family, config, grid, extra).flops
 
-    with (
-        torch.no_grad(),
-        FlopCounterMode(display=False) as counter,
-        ExitStack() as hooks,
-    ):
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
         for part, module in _modules(transformer):
             hooks.enter_context(module.register_forward_pre_hook(begin))
             after = lambda module, args, kwargs, output, part=part: end(part, module, args, kwargs)  # noqa: E731
@@ -72,15 +69,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
     return flops
 
 
-def _tokens(kwargs: Mapping[str, Any], given: Sequence[torch.Tensor]) -> int:
-    """Return the tokens of an attention: those of its input, and of text that comes as an argument of its own."""
-    text = kwargs.get("encoder_hidden_states")
-    own = kwargs.get("hidden_states", given[0])
-    return int(own.shape[1]) + (0 if text is None else int(text.shape[1]))
-
-
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield part and module of everything that is counted as one."""
     family = get_family(transformer)
     for attn in family.self_attentions(transformer).values():
         yield ATTENTION, attn
@@ -99,10 +88,7 @@ def count_forward(
 ) -> dict[str, int]:
     """Count the FLOPs of one forward by part, from those of one layer and of two, since all are alike.
 
-    Args:
-        case: the model at a size.
-        config: of a patch in the layers that it names; None for none.
-        change: called with the transformer before.
+    A patch counts in the layers that ``config`` names; ``change`` is called with the transformer before.
 
     Raises:
         ValueError: a patch that does not fit the model or the size, or a size that the model does not take.

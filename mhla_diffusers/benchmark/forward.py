@@ -44,13 +44,7 @@ def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
 
 
 def change_attention(case: Case, transformer: Any, kind: str) -> Any:
-    """Give a transformer of a case another self-attention, in place, and return it.
-
-    Args:
-        case: which the transformer was built for.
-        transformer: unpatched.
-        kind: ``OWN``, ``SOFTMAX`` or one of ``PATCHES``.
-    """
+    """Give an unpatched transformer of a case another self-attention, in place, and return it."""
     family = case.family
     if kind == SOFTMAX and family.computes != SOFTMAX:
         for attn in family.self_attentions(transformer).values():
@@ -68,16 +62,9 @@ def with_attention(case: Case, transformer: Any, kind: str) -> Any:
 
 
 def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compile: bool) -> Runs:
-    """Return the forwards of a transformer with every self-attention that it can be measured with, its own first.
+    """Return the forwards of an unpatched transformer with every self-attention that it can have, its own first.
 
-    Args:
-        case: which the transformer was built for.
-        transformer: unpatched; variants are copies that share its weights.
-        inputs: of the forward.
-        compile: add every variant with its repeated blocks compiled as well.
-
-    Returns:
-        Row → the forward, or the reason why it cannot run.
+    Variants are copies that share its weights; with ``compile`` each is there with its repeated blocks compiled too.
     """
     model, family, own_is_softmax = case.model, case.family, case.family.computes == SOFTMAX
     blocks = {OWN: 1, PLAIN: 1} | dict.fromkeys((MHLA, HYBRID), math.prod(model.blocks))
@@ -123,19 +110,13 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
 
 
 def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> Any:
-    """Run a forward, with one of PyTorch's backends of softmax attention if it is given."""
     with nullcontext() if backend is None else sdpa_kernel([SOFTMAX_BACKENDS[backend]]):
         return transformer(**inputs)
 
 
 @torch.no_grad()
 def benchmark_forward(case: Case, results: Results, *, compile: bool = False) -> None:
-    """Check the patched attention, then time a forward of all variants in turns.
-
-    Args:
-        case: the model at a size.
-        results: gets a row per variant.
-        compile: time every variant with its repeated blocks compiled as well.
+    """Check the patched attention, then time a forward of all variants of :func:`forward_runs` in turns.
 
     Raises:
         IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.

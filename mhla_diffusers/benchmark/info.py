@@ -1,6 +1,5 @@
 """``mhla info``: versions, devices, backends, supported models, presets and saved patches."""
 
-import importlib.metadata
 import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +31,8 @@ from ..tiny import TINY
 from .cases import choose_cases
 from .cases import models as known_models
 from .counts import ATTENTION, PARTS, count_forward
+from .measure import package_versions
 
-_PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 _SPARSE, _LINEAR = "works untrained", "has to be adapted first"
 """What a fresh patch needs."""
 
@@ -57,12 +56,9 @@ def print_info() -> None:
         setting = times(config.blocks) if isinstance(config, LinearConfig) else setting
         row = f"  {name}", f"{config.short_name}, {setting}", str(config.layers)
         presets.setdefault(preset.base_model, [(preset.base_model, "", "")]).append(row)
-    header = ["base model, presets for --patch", "attention", "layers"]
-    _print_table(
-        f"\nPresets: sparse attention {_SPARSE}, MHLA {_LINEAR}",
-        header,
-        [row for rows in presets.values() for row in rows],
-    )
+    title = f"\nPresets: sparse attention {_SPARSE}, MHLA {_LINEAR}"
+    rows = [row for of_model in presets.values() for row in of_model]
+    _print_table(title, ["base model, presets for --patch", "attention", "layers"], rows)
     adapted = []
     for name in adapted_patch_names():
         record = read_record(patch_folder() / name)
@@ -71,22 +67,14 @@ def print_info() -> None:
 
 
 def report(patch: str | None) -> str:
-    """Write plain text to begin a bug report with: no paths, no names of users or machines.
-
-    Args:
-        patch: name, YAML file or folder of the patch in question.
-
-    Raises:
-        ValueError: unknown patch, or a file that is not a patch.
-        FileNotFoundError: no such file.
-    """
+    """Write plain text to begin a bug report with, also on a patch: no paths, no names of users or machines."""
     devices = []
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         memory, capability = f"{card.total_memory / 2**30:.0f} GiB", f"{card.major}.{card.minor}"
         devices.append(f"{card.name} ({memory}, capability {capability})")
     lines = [
-        *(f"{package} {_version(package)}" for package in _PACKAGES),
+        *(f"{package} {version}" for package, version in package_versions().items()),
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}",
         f"devices: {', '.join([*devices, f'CPU with {torch.get_num_threads()} threads'])}",
@@ -112,12 +100,7 @@ def _needs(config: PatchConfig) -> str:
 
 
 def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
-    """Return family and configuration of every transformer of a patch, given as in :func:`print_any_patch`.
-
-    Raises:
-        ValueError: unknown patch, or a file that is not a patch.
-        FileNotFoundError: no such file.
-    """
+    """Return family and configuration of every transformer of a patch, given as in :func:`print_any_patch`."""
     folder = _saved_folder(patch)
     if folder is None:
         ready = load_patch(patch)
@@ -145,12 +128,9 @@ def print_model(
         patch: name of its family and its settings; that of ``apply_mhla(pipe)`` for None.
         changes: settings that change those of the patch, such as density.
         steps: number of denoising steps of a call, dense ones included.
-
-    Raises:
-        ValueError: an unknown model, or a size, a patch or settings that it does not take.
     """
-    case, *larger = choose_cases([name], size and [size], None if frames is None else [frames])
-    family = case.family
+    cases = choose_cases([name], size and [size], None if frames is None else [frames])
+    case, family = cases[0], cases[0].family
     of_family, config = patch or (family.name, family.default_config)
     if of_family not in ("", family.name):
         raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
@@ -173,26 +153,20 @@ def print_model(
     share = plain[ATTENTION] / whole
     most = f"; an attention that cost nothing would bring {1 / (1 - share):.2f}" if share < 1 else ""
     _say(f"\nSelf-attention is {share:.0%} of the unpatched forward{most}.")
-    if larger:
+    if len(cases) > 1:
         rows = []
-        for one in (case, *larger):
-            plain, patched = count_forward(one), count_forward(one, config)
-            whole, left = sum(plain.values()), sum(patched.values())
+        for one in cases:
+            plain = count_forward(one)
+            whole, left = sum(plain.values()), sum(count_forward(one, config).values())
             rows.append(
                 (one.size, f"{math.prod(one.grid):,}", f"{plain[ATTENTION] / whole:.0%}", f"{whole / left:.2f}")
             )
-        typer.echo()
         header = ["at", "tokens", "self-attention", "factor"]
-        _print_table("The most that the patch brings to a forward, by size", header, rows, right=True)
+        _print_table("\nThe most that the patch brings to a forward, by size", header, rows, right=True)
 
 
 def print_any_patch(patch: str) -> None:
-    """Print a preset by its name or YAML path, with the costs of its layers, or a saved patch by its folder.
-
-    Raises:
-        ValueError: unknown patch, or a damaged one.
-        FileNotFoundError: no such file, or an incomplete patch.
-    """
+    """Print a preset by its name or YAML path, with the costs of its layers, or a saved patch by its folder."""
     folder = _saved_folder(patch)
     if folder is None:
         preset = load_patch(patch)
@@ -262,16 +236,8 @@ def _print_costs(patch: Patch) -> None:
 
 
 def _say(text: str) -> None:
-    """Print lines that the terminal has room for."""
     typer.echo("\n".join(part for line in text.split("\n") for part in wrap(line) or [""]))
 
 
 def _print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> None:
     typer.echo(f"{title}\n{text_table(header, rows, right)}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -29,7 +29,7 @@ _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
 _REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 """What a backend raises that cannot run an attention here."""
-_PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "triton")
+_PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
 
 @dataclass(frozen=True)
@@ -76,26 +76,22 @@ Runs = dict[Row, Callable[[], object] | str]
 """Row without times → what to time, or the reason why it cannot run here."""
 
 
-# ---- time -----------------------------------------------------------------------------------------------------------
-
-
 def time_interleaved(
     runs: Runs, device: torch.device, seconds: float = 1.0, *, least: int = 3, most: int = 30
 ) -> list[Row]:
     """Warm every variant up, then time round after round until each has its repetitions.
 
-    A slow phase of the machine thus affects all of them. A variant that runs out of memory, or whose backend refuses
-    the call, is not timed; its row says why.
+    A slow phase of the machine thus affects all of them. CUDA devices are timed with events and an overwritten cache.
 
     Args:
         runs: what to time.
-        device: where they run. CUDA devices are timed with events and an overwritten cache.
-        seconds: spent on each variant, as far as the numbers of repetitions allow.
+        device: where they run.
+        seconds: spent on each variant, as far as ``least`` and ``most`` repetitions allow.
         least: repetitions of each.
         most: repetitions of each.
 
     Returns:
-        The rows with status, times and peak memory.
+        The rows with status, times and peak memory; of a variant that cannot run, with the reason.
     """
     rows = {row: replace(row, status="absent", reason=run) for row, run in runs.items() if isinstance(run, str)}
     calls = {row: run for row, run in runs.items() if not isinstance(run, str)}
@@ -144,20 +140,16 @@ def refused(row: Row, error: BaseException) -> Row:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
-        torch.accelerator.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     """Return the most bytes that the CUDA allocator holds during a run; None on other devices."""
     if device.type != "cuda":
         return None
-    torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
-    torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
 
 
@@ -171,7 +163,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Time one run, on a CUDA device by events."""
     if device.type != "cuda":
         synchronize(device)
         start = time.perf_counter()
@@ -197,7 +188,13 @@ def _warnings_of(run: Callable[[], object]) -> str:
     return " ".join(dict.fromkeys(texts))[:300]
 
 
-# ---- conditions and files -------------------------------------------------------------------------------------------
+def package_versions() -> dict[str, str]:
+    """Return the versions of this package and of those that it runs on, as far as they are installed."""
+    found = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def gather_conditions(device: torch.device) -> dict[str, str]:
@@ -205,19 +202,15 @@ def gather_conditions(device: torch.device) -> dict[str, str]:
     found = {"device": f"{platform.machine()} {device.type}"}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
-        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
-            0
-        ]
+        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = drivers.partition("\n")[0]
         found["CUDA or ROCm"] = str(torch.version.cuda or torch.version.hip)
     elif device.type == "cpu":
         file, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
         names = re.findall(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE) if file.is_file() else []
         name = re.sub(r"\((R|TM)\)", "", names[0]) if names else platform.processor() or platform.machine()
         found["device"] = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
-    found["Python"] = platform.python_version()
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
+    found |= {"Python": platform.python_version(), **package_versions()}
     git = ("git", "-C", str(Path(__file__).parent))
     if _output(*git, "ls-files", Path(__file__).name):
         changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
@@ -228,7 +221,6 @@ def gather_conditions(device: torch.device) -> dict[str, str]:
 
 
 def _output(*command: str) -> str:
-    """Return what a command prints; empty if it fails or does not exist."""
     if shutil.which(command[0]) is None:
         return ""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -238,18 +230,9 @@ def _output(*command: str) -> str:
 class Results:
     """The rows of one command on one device, printed and written case by case, so that an interrupted run keeps them.
 
-    Files are ``{command}.csv`` and ``{command}.md`` in a folder of the device, such as ``nvidia-h100-80gb-hbm3``, or
-    ``{command}-2.csv`` and so on where earlier runs wrote there; the Markdown has the conditions too.
-
-    Args:
-        command: name of the files.
-        device: where the run measures.
-        dtype: of the inputs.
-        output: gets the device's folder.
-        seconds: spent on each variant, as far as 3 to 30 repetitions allow.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Files are ``{command}.csv`` and ``{command}.md`` in a folder of ``output`` for the device, such as
+    ``nvidia-h100-80gb-hbm3``, or ``{command}-2.csv`` and so on where earlier runs wrote there; the Markdown has the
+    conditions too. OSError if the folder cannot be written.
     """
 
     def __init__(

@@ -35,9 +35,6 @@ FLASH = {"flash-attn": ("flash_attn",), "FlashAttention-3": ("fa3_fwd_interface"
 Attend = Callable[[], torch.Tensor]
 
 
-# ---- attentions, and why one cannot run here ------------------------------------------------------------------------
-
-
 def softmax_attention(backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Run PyTorch's softmax attention of (B, N, H, D) tensors by one backend; RuntimeError if it cannot."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -56,7 +53,7 @@ def why_no_softmax(backend: str, device: torch.device, tokens: int, heads: int) 
         return "PyTorch has this backend on GPUs only"
     # Linux promises memory that it does not have and ends the process that takes it, so this must be known beforehand
     needed, free = 2 * 4 * heads * tokens**2, free_bytes(device)
-    if backend in ("math", "flex") and needed > free:
+    if backend == "math" and needed > free:
         return f"its N x N weights need {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free"
     return None
 
@@ -75,9 +72,6 @@ def flash_attention(package: str, inputs: Sequence[torch.Tensor]) -> Attend | st
         return found
 
     return attend
-
-
-# ---- mhla bench op --------------------------------------------------------------------------------------------------
 
 
 def benchmark_operator(shape: Shape, results: Results, stages: Sequence[str], *, compile: bool) -> None:
@@ -108,7 +102,6 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
     runs: Runs = {}
 
     def add(kind: str, backend: str, work: Work, attend: Attend | str, leaves: Sequence[torch.Tensor] = ()) -> None:
-        """Add a variant: a forward without gradients, or with those of inputs and leaves."""
         run: Callable[[], object] | str = attend
         if not isinstance(attend, str):
             run = torch.no_grad()(attend)
@@ -122,7 +115,6 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
         runs[replace(row, blocks=blocks, flops=flops)] = run
 
     def add_mhla(kind: str, backend: str, absent: str | None) -> None:
-        """Add MHLA or plain linear attention, whose mixing matrix takes gradients."""
         blocks = (shape.plain if kind == PLAIN else shape).blocks
         mixing = initial_mixing(blocks).to(device).repeat(shape.heads, 1, 1).requires_grad_()
         function: Any = mhla_attention
@@ -138,11 +130,9 @@ def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, stage:
         add_mhla(PLAIN, backend, absent)
         if shape.block_size is not None:
             config = shape.sparse_config
-            function: Any = sparse_attention
-            options: dict[str, Any] = {
-                name: getattr(config, name) for name in ("density", "block_size", "key_block_size")
-            }
-            run = partial(function, *inputs, shape.grid, backend=backend, **rotary, **options)
+            sizes: Any = {"block_size": config.block_size, "key_block_size": config.key_block_size, **rotary}
+            attend: Any = sparse_attention
+            run = partial(attend, *inputs, shape.grid, density=config.density, backend=backend, **sizes)
             add(SPARSE, backend, "sparse", absent or run)
     add_mhla(MHLA, "torch.compile", None if compile else "not asked for; add --compile")
     for backend in SOFTMAX_BACKENDS:

@@ -34,10 +34,6 @@ PARTS = ("text encoding", "denoising", "VAE")
 def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
     """Choose a pipeline, tiny-dit, tiny-sana, tiny-wan, or a Hub id or folder; checked before anything is loaded.
 
-    Args:
-        name: of the pipeline.
-        **settings: further fields of :class:`PipelineChoice`.
-
     Raises:
         FileNotFoundError: no such pipeline.
         ValueError: it has no transformer that MHLA supports, does not take a setting, or is not a pipeline.
@@ -59,23 +55,12 @@ def call_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a pipeline's call that options give; ValueError for a size that is none."""
     height, width = (None, None) if size is None else parse_size(size)
-    given = {
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "height": height,
-        "width": width,
-        "num_frames": frames,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    given = {"num_inference_steps": steps, "guidance_scale": guidance, "height": height, "width": width}
+    return {name: value for name, value in (given | {"num_frames": frames}).items() if value is not None}
 
 
 def patcher(name: str) -> Callable[[Any], object]:
-    """Return what puts a patch on a pipeline: a profile, a preset or a YAML file, or a saved patch.
-
-    Raises:
-        ValueError: an unknown name, or a folder without a saved patch.
-        FileNotFoundError: no such YAML file.
-    """
+    """Return what puts a patch on a pipeline: a profile, a preset or a YAML file, or a saved patch."""
     saved, is_file = adapted_patch_folder(name) or Path(name), Path(name).suffix in (".yaml", ".yml")
     if saved.is_dir() and not (saved / PATCH_FILE).is_file():
         raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
@@ -124,11 +109,10 @@ def benchmark_pipeline(
 
     Raises:
         IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
-        ImportError: torchmetrics is missing, which compares the samples.
         OSError: no such pipeline or patch.
         ValueError: an unknown patch or one that does not fit, or the call fails with every patch.
     """
-    image_metrics()  # raises before anything is timed
+    image_metrics()  # raises without torchmetrics, before anything is timed
     family, device = choice.of_family, results.device
     family.default_config.replace(**changes)  # raises what is not allowed
     if not patches and family.computes != SOFTMAX:
@@ -149,11 +133,9 @@ def benchmark_pipeline(
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)])
         return sample
 
-    settings = {**choice.settings, **changes}
-    counted = [f"{len(prompts)} prompts"] * bool(prompts)
-    case = ", ".join(
-        [choice.model or f"tiny-{choice.family}", *(f"{name}={x}" for name, x in settings.items()), *counted]
-    )
+    model = choice.model or f"tiny-{choice.family}"
+    settings = [f"{name}={x}" for name, x in {**choice.settings, **changes}.items()]
+    case = ", ".join([model, *settings, *([f"{len(prompts)} prompts"] if prompts else [])])
     rows = {name: Row(name, case, WHOLE, baseline=name == UNPATCHED) for name in patching}
     peaks: dict[str, int | None] = {}
     references: dict[str, torch.Tensor] = {}
@@ -168,7 +150,7 @@ def benchmark_pipeline(
         except (RuntimeError, ValueError) as error:
             rows[name] = refused(rows[name], error)
     if not peaks:
-        raise ValueError(f"{choice.model or choice.family} fails with every patch: {rows[UNPATCHED].reason}.")
+        raise ValueError(f"{model} fails with every patch: {rows[UNPATCHED].reason}.")
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
     similar: dict[str, dict[str, dict[str, float]]] = {name: {} for name in peaks}
     turns = [(name, text) for _ in range(repetitions) for text in texts for name in peaks]
@@ -231,11 +213,6 @@ def frames_of(sample: Any) -> torch.Tensor:
 
 
 def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """Return ``psnr`` in dB and ``ssim``, each the mean over the frames, without those undefined for their size.
-
-    Args:
-        frames: uint8 (F, 3, H, W).
-        reference: like ``frames``.
-    """
+    """Return ``psnr`` in dB and ``ssim`` of uint8 frames (F, 3, H, W), means of the frames large enough for them."""
     found = {"psnr": psnr(frames, reference).mean().item(), "ssim": ssim(frames, reference).mean().item()}
     return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -67,7 +67,7 @@ def vbench(
     if source:
         scores = read_results(source)
         totals = total_scores(scores)  # raises if dimensions are missing
-        _report({**{name: scores[name] for name in DIMENSIONS}, **totals}, output)
+        _report({name: scores[name] for name in DIMENSIONS} | totals, output)
     elif folder is not None and suite is not None:
         commands = vbench_commands(suite, folder, dimensions or DIMENSIONS, flickering=flickering)
         typer.echo("\n".join(map(shlex.join, commands)))
@@ -134,14 +134,10 @@ def compare_variants(
     typer.echo(text_table(*score_table(variants), right=True))
     typer.echo("\n".join([*missing, *remarks]))
     if output is not None:
-        found = {
-            one.name: {
-                "choices": one.choices,
-                "scores": {name: mean._asdict() for name, mean in one.scores.items()},
-                "differences": {name: mean._asdict() for name, mean in one.differences.items()},
-            }
-            for one in variants
-        }
+        found: dict[str, dict[str, Any]] = {one.name: {"choices": one.choices} for one in variants}
+        for one in variants:
+            for kind, means in (("scores", one.scores), ("differences", one.differences)):
+                found[one.name][kind] = {name: mean._asdict() for name, mean in means.items()}
         write_json({"variants": found, "remarks": remarks}, output)
 
 

@@ -10,11 +10,7 @@ _CHUNK = 1000
 
 
 def moments(features: torch.Tensor) -> Moments:
-    """Return mean and unbiased covariance of features (n, D).
-
-    Raises:
-        ValueError: another shape, or fewer than two features.
-    """
+    """Return mean and unbiased covariance of features (n, D); ValueError for another shape, or fewer than two."""
     if features.ndim != 2 or len(features) < 2:
         raise ValueError(
             f"Features must have the shape (n, D), got {tuple(features.shape)}; a covariance needs at least 2."
@@ -78,10 +74,7 @@ def precision_recall(reference: torch.Tensor, samples: torch.Tensor, neighbours:
     A manifold is the union of balls around its points, each reaching to the k-th nearest neighbour; k is 3 in ADM's
     suite.
 
-    Args:
-        reference: features (n, D), more than ``neighbours``.
-        samples: features (m, D), more than ``neighbours``.
-        neighbours: k.
+    Features are (n, D) and (m, D), more than k = ``neighbours`` of each.
     """
 
     def distances(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

@@ -123,12 +123,8 @@ def vbench_commands(
 ) -> list[list[str]]:
     """Return the commands of VBench 0.1.5, one per dimension, which write into ``vbench`` in the set's folder.
 
-    Args:
-        suite: ``VBench_full_info.json``.
-        folder: of the set, with ``videos/{prompt}-{0..4}.mp4``.
-        dimensions: which to evaluate.
-        flickering: folder ``filtered_videos`` of VBench's ``static_filter.py``, which selects from 25 videos per
-            flickering prompt; None for the unfiltered ones of the set.
+    ``flickering`` is the folder ``filtered_videos`` of VBench's ``static_filter.py``, which selects from 25 videos per
+    flickering prompt; None for the unfiltered ones of the set.
 
     Raises:
         ValueError: unknown dimension, or missing videos, for which VBench itself only warns.
@@ -137,14 +133,13 @@ def vbench_commands(
     entries, commands = read_suite(suite), []
     missing: list[Path] = []
     for dimension in dimensions:
-        files = [folder / x.file for x in suite_videos([e for e in entries if dimension in e["dimension"]])]
-        absent = [file for file in files if not file.is_file()]
-        videos = folder / VIDEO_FOLDER
-        if dimension == FLICKERING and flickering is not None:
-            # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
-            videos, chosen = flickering, [flickering / file.name for file in files]
-            absent = [] if any(file.is_file() for file in chosen) else chosen
-        missing += absent
+        filtered = flickering if dimension == FLICKERING else None
+        videos = filtered or folder / VIDEO_FOLDER
+        names = [Path(x.file).name for x in suite_videos([e for e in entries if dimension in e["dimension"]])]
+        absent = [videos / name for name in names if not (videos / name).is_file()]
+        # the filter may leave fewer than five videos of a prompt, which VBench accepts, but not none at all
+        if filtered is None or len(absent) == len(names):
+            missing += absent
         # it puts all but the videos into a line of the shell without quotes
         suite_path, output = (shlex.quote(str(path.resolve())) for path in (suite, folder / RESULT_FOLDER))
         command = ["vbench", "evaluate", "--dimension", dimension, "--videos_path", str(videos.resolve())]
