@@ -5,16 +5,16 @@ from typing import Any
 
 REFUSED = {
     "AnyFlowFARTransformer3DModel": (
-        "it generates chunk by chunk, by a flex_attention mask or a cache of keys over frames of two resolutions, "
-        "which are no token grid. Patch AnyFlowTransformer3DModel of AnyFlowPipeline"
+        "it generates chunk by chunk and mixes frames of two resolutions, so its tokens are not one grid. Patch "
+        "AnyFlowTransformer3DModel of AnyFlowPipeline"
     ),
     "Kandinsky6SRTransformer3DModel": (
-        "its attention is sparse already: every layer chooses blocks of keys by their content (nabla). Patch "
-        "Kandinsky6Transformer3DModel, which makes the video that it enlarges"
+        "its attention (nabla) is already sparse. Patch Kandinsky6Transformer3DModel, which makes the video that it "
+        "enlarges"
     ),
     "WanAnimate2Transformer3DModel": (
-        "every frame also attends to the reference's keys of that frame alone, by a flex_attention mask, and extra "
-        "tokens would be seen by all frames. Patch WanAnimateTransformer3DModel of WanAnimatePipeline"
+        "each frame attends to reference keys that no other frame may see, and all queries see extra tokens. Patch "
+        "WanAnimateTransformer3DModel of WanAnimatePipeline"
     ),
 }
 """Class → why, as the end of a sentence."""
