@@ -135,7 +135,8 @@ def print_model(
     if of_family not in ("", family.name):
         raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
     config = config.replace(**changes)
-    plain, patched = count_forward(case), count_forward(case, config)
+    counts = [(one, count_forward(one), count_forward(one, config)) for one in cases]
+    _, plain, patched = counts[0]
     whole, left = sum(plain.values()), sum(patched.values())
     tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
     cost, cost_after = (scaled(one, 1000, "FLOP") for one in (whole, left))
@@ -150,17 +151,15 @@ def print_model(
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
     _print_table("FLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
-    share = plain[ATTENTION] / whole
-    most = f"; an attention that cost nothing would bring {1 / (1 - share):.2f}" if share < 1 else ""
-    _say(f"\nSelf-attention is {share:.0%} of the unpatched forward{most}.")
+    part = plain[ATTENTION] / whole
+    most = f"; an attention that cost nothing would bring {1 / (1 - part):.2f}" if part < 1 else ""
+    _say(f"\nSelf-attention is {part:.0%} of the unpatched forward{most}.")
     if len(cases) > 1:
         rows = []
-        for one in cases:
-            plain = count_forward(one)
-            whole, left = sum(plain.values()), sum(count_forward(one, config).values())
-            rows.append(
-                (one.size, f"{math.prod(one.grid):,}", f"{plain[ATTENTION] / whole:.0%}", f"{whole / left:.2f}")
-            )
+        for one, plain, patched in counts:
+            whole, left = sum(plain.values()), sum(patched.values())
+            share, factor = f"{plain[ATTENTION] / whole:.0%}", f"{whole / left:.2f}"
+            rows.append((one.size, f"{math.prod(one.grid):,}", share, factor))
         header = ["at", "tokens", "self-attention", "factor"]
         _print_table("\nThe most that the patch brings to a forward, by size", header, rows, right=True)
 

@@ -124,10 +124,8 @@ def benchmark_pipeline(
     pipe = choice.load(texts)
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
     size = BLOCK_SIZE if family.computes == SOFTMAX else None
-    shape = Shape(
-        choice.family, tuple(4 * x for x in family.mhla_blocks), family.mhla_blocks, *family.heads(attn), size
-    )
-    check_operator(shape, device, results.dtype)
+    grid, blocks = tuple(4 * x for x in family.mhla_blocks), family.mhla_blocks
+    check_operator(Shape(choice.family, grid, blocks, *family.heads(attn), size), device, results.dtype)
 
     def run(prompt: str) -> Any:
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)])

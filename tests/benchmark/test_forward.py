@@ -23,7 +23,7 @@ from mhla_diffusers.patching import layer
 from mhla_diffusers.tiny import pipeline_folder
 
 from ..refusals import refused
-from .commands import bench, measure, medians, read_rows
+from .commands import measure, medians, read_rows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -87,24 +87,6 @@ def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
     assert torch.Size(grid).numel() == tokens
     attn = next(iter(get_family(transformer).self_attentions(transformer).values()))
     assert (attn.heads, attn.inner_dim // attn.heads) == (case.model.heads, case.model.head_dim)
-
-
-@pytest.mark.parametrize(
-    ("options", "offending"),
-    [
-        (("wan",), "'wan'...wan2.1-1.3b"),
-        (("tiny-wan", "--size", "480x850"), "width=850...848...864"),
-        (("tiny-dit", "--size", "64x80"), "64x80"),
-        (("tiny-wan", "--frames", "80"), "frames=80...77...81"),
-        (("tiny-dit", "--frames", "9"), "--frames 9...tiny-dit"),
-        (("tiny-dit", "--size", "big"), "'big'"),
-        (("tiny-dit", "--size", "64x64x9"), "64x64x9"),
-    ],
-)
-def test_wrong_sizes_are_refused_before_anything_is_measured(tmp_path, capsys, options, offending):
-    with refused(offending):
-        bench("transformer", "--device", "cpu", "--model", *options, "--output", tmp_path)
-    assert capsys.readouterr().out == ""
 
 
 # ---- the self-attentions that a transformer is measured with

@@ -13,7 +13,7 @@ from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_
 from mhla_diffusers.benchmark.operator import SPARSE, softmax_attention
 
 from ..refusals import refused
-from .commands import bench, measure, medians
+from .commands import measure, medians
 
 CPU = torch.device("cpu")
 OF_GRID = ("--grid", "4x6", "--blocks", "2x2", "--heads", 2, "--head-dim", 16)
@@ -111,21 +111,3 @@ def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_check_passes_at_the_blocks_of_real_models(dtype):
     check_operator(replace(shape_of("dit-xl-2", "1024"), head_dim=16), CPU, dtype)
-
-
-@pytest.mark.parametrize(
-    ("options", "offending"),
-    [
-        (("--model", "wan"), "'wan'...wan2.1-1.3b"),
-        (("--stage", "backward"), "'backward'"),
-        (("--device", "gpu"), "'gpu'"),
-        (("--grid", "8x8"), "--grid 8x8...4x4"),
-        (("--grid", "8xa", "--blocks", "2x2"), "'8xa'"),
-        (("--grid", "8x8", "--blocks", "2"), "blocks=(2,)"),
-        (("--grid", "8x8", "--blocks", "9x2"), "blocks=(9, 2)"),
-        (("--model", "tiny-dit", "--grid", "8x8", "--blocks", "2x2"), "--grid 8x8"),
-    ],
-)
-def test_unknown_values_are_refused(tmp_path, options, offending):
-    with refused(offending):
-        bench("op", *options, "--output", tmp_path)

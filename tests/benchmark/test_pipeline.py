@@ -16,7 +16,6 @@ from mhla_diffusers.benchmark.pipeline import (
 from mhla_diffusers.config import NOTHING_DENSE, PROFILES
 from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
 
-from ..refusals import refused
 from .commands import bench, measure, medians, read_rows
 
 
@@ -112,26 +111,3 @@ def test_a_frame_by_hand():
     # flat frames differ in luminance alone: (2 · 100 · 116 + c) / (100² + 116² + c) with c = 6.5025
     assert found["ssim"] == pytest.approx((1 + 0.989091) / 2, abs=1e-4)
     assert list(similarities(reference[..., :10], reference[..., :10])) == ["psnr"]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "offending"),
-    [
-        (["--model", "tiny-flux"], ValueError, "'flux'"),
-        (["--model", "dit-s-2"], ValueError, "'dit-s-2'"),
-        (["--size", 64], ValueError, "'height'"),
-        (["--model", "."], OSError, "model_index.json"),
-        (["--dense-first", "120%"], ValueError, "dense_first...1.2"),
-        (["--model", "tiny-sana", "--density", 0.1], ValueError, "density...MHLA"),
-        (["--patch", "tiny-dit-sparze"], ValueError, "'tiny-dit-sparze'...tiny-dit-sparse"),
-        (["--patch", "."], ValueError, "'.'"),
-        (["--model", "tiny-sana"], ValueError, "sana...linear...--patch"),
-        # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention
-        (["--model", "tiny-sana", "--patch", "tiny-sana-mhla", "--size", 2**24], ValueError, "sana...memory"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, options, error, offending):
-    monkeypatch.chdir(tmp_path)
-    with refused(offending, error=error):
-        bench("pipeline", *options, "--device", "cpu", "--output", tmp_path)
-    assert not list(tmp_path.rglob("*.csv"))

@@ -1,0 +1,50 @@
+"""What no command of ``mhla bench`` takes is said before anything is measured."""
+
+import pytest
+
+from ..refusals import refused
+from .commands import bench
+
+MHLA = "--model tiny-sana --patch tiny-sana-mhla"
+
+
+@pytest.mark.parametrize(
+    ("asked", "offending"),
+    [
+        ("op --model wan", "'wan'...wan2.1-1.3b"),
+        ("op --stage backward", "'backward'"),
+        ("op --device gpu", "'gpu'"),
+        ("op --grid 8x8", "--grid 8x8...4x4"),
+        ("op --grid 8xa --blocks 2x2", "'8xa'"),
+        ("op --grid 8x8 --blocks 2", "blocks=(2,)"),
+        ("op --grid 8x8 --blocks 9x2", "blocks=(9, 2)"),
+        ("op --model tiny-dit --grid 8x8 --blocks 2x2", "--grid 8x8"),
+        ("transformer --model wan", "'wan'...wan2.1-1.3b"),
+        ("transformer --model tiny-wan --size 480x850", "width=850...848...864"),
+        ("transformer --model tiny-dit --size 64x80", "64x80"),
+        ("transformer --model tiny-wan --frames 80", "frames=80...77...81"),
+        ("transformer --model tiny-dit --frames 9", "--frames 9...tiny-dit"),
+        ("transformer --model tiny-dit --size big", "'big'"),
+        ("transformer --model tiny-dit --size 64x64x9", "64x64x9"),
+        ("pipeline --model tiny-flux", "'flux'"),
+        ("pipeline --model dit-s-2", "'dit-s-2'"),
+        ("pipeline --size 64", "'height'"),
+        ("pipeline --dense-first 120%", "dense_first...1.2"),
+        ("pipeline --model tiny-sana --density 0.1", "density...MHLA"),
+        ("pipeline --patch tiny-dit-sparze", "'tiny-dit-sparze'...tiny-dit-sparse"),
+        ("pipeline --patch .", "'.'"),
+        ("pipeline --model tiny-sana", "sana...linear...--patch"),
+        # of sizes that no machine has the memory for, torch raises a RuntimeError before any attention
+        (f"pipeline {MHLA} --size {2**24}", "sana...memory"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, asked, offending):
+    monkeypatch.chdir(tmp_path)
+    with refused(offending):
+        bench(*asked.split(), *(() if "--device" in asked else ("--device", "cpu")), "--output", tmp_path)
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_a_folder_without_a_pipeline_is_refused(tmp_path):
+    with refused("model_index.json", error=OSError):
+        bench("pipeline", "--model", tmp_path, "--device", "cpu", "--output", tmp_path)
