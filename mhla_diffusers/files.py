@@ -360,8 +360,8 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
         found = list(rows)
     except csv.Error as error:
         raise ValueError(
-            f"{file} cannot be read up to line {rows.reader.line_num}: {error}. Close every quotation mark that a text begins "
-            'with, and write one inside a text twice, "a ""b""".'
+            f"{file} cannot be read up to line {rows.reader.line_num}: {error}. Close every quotation mark that a text "
+            'begins with, and write one inside a text twice, "a ""b""".'
         ) from error
     for number, row in enumerate(found, start=1):
         if None in row:
