@@ -189,9 +189,9 @@ def choose_cases(
     smallest: bool = False,
     batch: int = 1,
 ) -> list[Case]:
-    """Return every model at every size.
+    """Return every model at every size, such as "480x832" or "512", and number of frames.
 
-    Sizes, such as "480x832" or "512", and frames are the model's own by default, or the smallest of its own.
+    The model's own are taken by default; with ``smallest`` the first of its sizes alone.
 
     Raises:
         ValueError: an unknown model, or a size that cannot be read or that the model does not take.

@@ -50,9 +50,7 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
         flops[part] += int(counter.get_total_flops()) - begun.pop()
         if part == ATTENTION and config is not None:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim == 3]
-            text = kwargs.get(
-                "encoder_hidden_states"
-            )  # an argument of its own, where it does not stand in the sequence
+            text = kwargs.get("encoder_hidden_states")  # where it is an argument of its own
             tokens = kwargs.get("hidden_states", given[0]).shape[1] + (0 if text is None else text.shape[1])
             extra = 0 if family.extra == (0, 0) else tokens - math.prod(grid)
             patched += len(given[0]) * sizes_of(module, family, config, grid, extra).flops
