@@ -182,34 +182,26 @@ def test_the_output_has_its_heads_first_where_asked():
     torch.testing.assert_close(output.transpose(1, 2).flatten(2), operator(*tensors()), atol=0, rtol=0)
 
 
+SOUND = torch.zeros(2, 8, 2, 40)
+SEGMENTS = SimpleNamespace(segments=[(0, 9, "text"), (9, 20, "audio"), (20, 260, "video")], seq_len=260)
+LONGER = (4, *GRID[1:])
+
+
 @pytest.mark.parametrize(
-    ("model", "latent", "grid", "extra"),
+    ("model", "latent", "options", "grid", "extra"),
     [
-        (Flux, torch.zeros(2, 4, 24, 19), (12, 10), (TEXT, 0)),
-        (HunyuanVideo, LATENT, GRID, (0, TEXT)),
-        (LTXVModel, [torch.zeros(2, 4, *GRID), torch.zeros(2, 8, 2, 40)], GRID, (0, 0)),
+        (Flux, torch.zeros(2, 4, 24, 19), {}, (12, 10), (TEXT, 0)),
+        (HunyuanVideo, LATENT, {}, GRID, (0, TEXT)),
+        (LTXVModel, [torch.zeros(2, 4, *GRID), SOUND], {}, GRID, (0, 0)),
+        # of more frames than the latent's, where conditions add some
+        (WanModel, LATENT, {"grid_sizes": LONGER}, LONGER, (0, 0)),
+        (MiniMaxH3Model, [LATENT, SOUND], {"minimax_h3_layout": SEGMENTS}, GRID, (20, 0)),
     ],
 )
-def test_text_stands_where_the_model_puts_it(model, latent, grid, extra):
-    tokens = torch.Size(grid).numel() + sum(extra)
-    output = model(self_attention(tokens)).forward(patch_model(ModelPatcher(), settings()), latent=latent)
+def test_text_and_grid_are_where_the_model_puts_them(model, latent, options, grid, extra):
+    tokens, patched = torch.Size(grid).numel() + sum(extra), patch_model(ModelPatcher(), settings())
+    output = model(self_attention(tokens)).forward(patched, latent=latent, options=options)
     torch.testing.assert_close(output, operator(*tensors(tokens), grid, extra), atol=0, rtol=0)
-
-
-def test_the_grid_that_wan_tells_goes_before_that_of_the_latent():
-    longer = (4, *GRID[1:])  # where conditions add frames
-    output = WanModel(self_attention(320)).forward(
-        patch_model(ModelPatcher(), settings()), options={"grid_sizes": longer}
-    )
-    torch.testing.assert_close(output, operator(*tensors(320), longer), atol=0, rtol=0)
-
-
-def test_minimax_tells_where_its_video_stands():
-    layout = SimpleNamespace(segments=[(0, 9, "text"), (9, 20, "audio"), (20, 260, "video")], seq_len=260)
-    patched = patch_model(ModelPatcher(), settings())
-    latent = [LATENT, torch.zeros(2, 8, 2, 40)]
-    output = MiniMaxH3Model(self_attention(260)).forward(patched, latent=latent, options={"minimax_h3_layout": layout})
-    torch.testing.assert_close(output, operator(*tensors(260), extra=(20, 0)), atol=0, rtol=0)
 
 
 def test_cross_attention_and_text_pass_unseen(caplog):
