@@ -139,6 +139,12 @@ def test_a_share_is_one_of_the_steps_or_of_50_if_their_number_is_unknown(setting
     assert lines()[1:] == [f"MHLA: sparse in {12 - count} of 12 attentions, {count} dense: dense steps"]
 
 
+def test_first_steps_need_the_step(settings, lines):
+    settings(MHLA_DENSE_FIRST="2")
+    torch.testing.assert_close(wan_output("MHLA", step=None), wan_output("TORCH_SDPA"), atol=0, rtol=0)
+    assert "the step is unknown, on which dense_first=2 depends" in lines()[0]
+
+
 def test_dense_layers_need_the_number_of_a_layer(settings, lines, backend):
     """As a refiner's attention, whose prefix has none."""
     settings(MHLA_DENSITY="0.15", MHLA_DENSE_LAYERS="1")
