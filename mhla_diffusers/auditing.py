@@ -270,9 +270,8 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
     for transformer in transformers.values():
         if getattr(transformer, "is_cache_enabled", False) or getattr(transformer, "_is_cached", False):
             raise ValueError(
-                f"A step cache is enabled on this {type(transformer).__name__} and skips attentions that must be "
-                "seen. Call transformer.disable_cache() before (cache_dit.disable_cache(pipe) of cache-dit), and "
-                "enable it again afterwards."
+                f"A step cache is enabled on this {type(transformer).__name__} and skips attentions that the audit "
+                "needs. Call transformer.disable_cache() first, or cache_dit.disable_cache(pipe) for cache-dit."
             )
     calls: dict[str, list[TransformerCall]] = {name: [] for name in transformers}
 
@@ -303,8 +302,8 @@ def _check_reached(parts: Collection[str], reached: Collection[str]) -> None:
     missed = [name for name in parts if name not in reached]
     if missed:
         raise ValueError(
-            f"run() did not reach {missed[0]}, and {len(missed)} of {len(parts)} in all; it must call the pipeline or "
-            "the model that was given."
+            f"run() did not call {missed[0]} ({len(missed)} of {len(parts)} were missed); it must call the pipeline "
+            "or model given to audit()."
         )
 
 

@@ -103,9 +103,9 @@ def info(
     given = {"size": size, "frames": frames, "steps": steps, **changes}
     if model is None and any(value is not None for value in given.values()):
         names = ", ".join(f"--{name.replace('_', '-')} {x}" for name, x in given.items() if x is not None)
-        raise ValueError(f"{names} belongs to a model: give --model as well, such as wan2.1-1.3b.")
+        raise ValueError(f"{names} needs --model, such as --model wan2.1-1.3b.")
     if model is not None and as_report:
-        raise ValueError("--report and --model ask for different things; give one of them.")
+        raise ValueError("--report and --model cannot be combined; give one of them.")
     if model is not None:
         chosen = None if patch is None else configs_of(patch)[0]
         print_model(model, size, frames, chosen, changes, steps or 50)

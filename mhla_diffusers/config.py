@@ -99,7 +99,7 @@ class PatchConfig(Settings):
         shares = sum(steps for steps in (self.dense_first, self.dense_last) if isinstance(steps, float))
         check(
             shares < 1 and self.dense_every != 1,
-            f"{self.dense_words} makes every step dense, so the patch would never run; lower it, or remove the patch.",
+            f"{self.dense_words} makes every step dense, so the patch never runs; lower it, or remove the patch.",
         )
 
     @property
@@ -147,7 +147,7 @@ class PatchConfig(Settings):
             steps = getattr(self, name)
             check(
                 not isinstance(steps, int) or steps <= count,
-                f"{name}={steps} names more than the {count} denoising steps of this call; give at most {count}, or a "
+                f"{name}={steps} is more than the {count} denoising steps of this call; give at most {count}, or a "
                 "share such as 0.2.",
             )
 
@@ -303,8 +303,7 @@ class LinearConfig(PatchConfig):
         super().__post_init__()
         if not self.normalize and not self.output_norm:
             raise ValueError(
-                "normalize=False leaves an output that grows with the number of tokens, so something else must fix "
-                "its scale: set output_norm=True as well."
+                "With normalize=False the output grows with the number of tokens; set output_norm=True as well."
             )
         if self.normalize and self.feature_map == "identity":
             raise ValueError(
@@ -372,14 +371,14 @@ class CausalConfig(LinearConfig):
         super().__post_init__()
         check(
             self.causal == "block" or len(self.blocks) == 1,
-            f"causal='token' orders the tokens of a sequence of one axis, but blocks={self.blocks} have several; "
-            f"give one count, such as blocks=({self.blocks[0]},) for a text, or choose causal='block' for a video.",
+            f"causal='token' needs a sequence with one axis, but blocks={self.blocks} has several; give one count, "
+            f"such as blocks=({self.blocks[0]},), or use causal='block' for a video.",
         )
         check(
             self.mixing_clip or not self.needs_positive_mixing,
-            f"mixing_clip=False allows entries below 0, of whose sums causal={self.causal!r} with own={self.own!r} "
-            "takes the logarithm; leave it on, by which register_mixing_clip() keeps them in (0, 1) in training, or "
-            "choose normalize=False with output_norm=True and own='linear'.",
+            f"mixing_clip=False allows negative entries, but causal={self.causal!r} with own={self.own!r} takes the "
+            "logarithm of their sums. Use mixing_clip=True, or normalize=False with output_norm=True and "
+            "own='linear'.",
         )
         check_denominator(self.feature_map, self.eps, self.normalize, self.own == "softmax", self.causal)
         check(
@@ -398,13 +397,13 @@ class CausalConfig(LinearConfig):
         if self.causal == "block" and grid[0] % length:
             unit = "latent frames" if len(grid) == 3 else f"tokens along the first of {len(grid)} axes"
             raise ValueError(
-                f"This patch takes whole frame blocks of {length} {unit}, and the call has {grid[0]}; allowed are "
-                f"{length}, {2 * length}, {3 * length} and so on."
+                f"This call has {grid[0]} {unit}, but the patch needs whole frame blocks of {length}; use {length}, "
+                f"{2 * length}, {3 * length} and so on."
             )
         if needed > trained and self.beyond == "error":
             raise ValueError(
-                f"The first axis has {grid[0]} tokens, more than the {trained} blocks of {length} that this patch is "
-                "for. Give a shorter sequence, or beyond='relative', by which later blocks attend like the last one."
+                f"The first axis has {grid[0]} tokens, more than the patch's {trained} blocks of {length}. Give a "
+                "shorter sequence, or use beyond='relative', which lets later blocks attend like the last one."
             )
         return max(trained, needed) * length, *grid[1:]
 
@@ -468,16 +467,16 @@ def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[Patc
         kinds = {name: [kind for kind in KINDS if name in names[kind]] for name in settings}
         one, other = next((a, b) for a in settings for b in settings if not set(kinds[a]) & set(kinds[b]))
         raise ValueError(
-            f"{one} belongs to {_attentions(kinds[one])}, and {other} to {_attentions(kinds[other])}; a patch runs one "
-            "of them, so leave one of the two out."
+            f"{one} belongs to {_attentions(kinds[one])}, and {other} to {_attentions(kinds[other])}; a patch runs "
+            "one attention, so leave one of the two out."
         )
     for kind in preferred:
         if kind in fitting:
             return kind
     check(
         len(fitting) < len(KINDS),
-        "The settings of a patch need one that says which attention it runs: density for sparse attention, or blocks "
-        "for MHLA, for example blocks=(7, 3, 5).",
+        "These settings do not say which attention to run; add density for sparse attention, or blocks for MHLA, for "
+        "example blocks=(7, 3, 5).",
     )
     return fitting[0]
 
@@ -599,12 +598,12 @@ def load_patch(name_or_path: str | Path) -> Patch:
         raise ValueError(f"Patch {name!r} was removed.{gone}")
     if adapted_patch_folder(name) is not None or (name and path.is_dir()):
         raise ValueError(
-            f"Patch {name!r} is a folder; load_mhla(model, {name!r}) opens it if it was saved, or --weights."
+            f"Patch {name!r} is a folder; open a saved patch with load_mhla(model, {name!r}) or --weights."
         )
     known = [*PROFILES, *patch_names(), *adapted_patch_names()]
     near = nearest(name, known, count=3, cutoff=0.4)
     hint = ", and no such folder." if path.parts[1:] else f"; {near}" if near else "."
     raise ValueError(
-        f"Unknown patch {name!r}{hint} `mhla info` lists the names. The path of a .yaml file is allowed "
-        "too, and the folder of a saved patch for load_mhla(), --weights and patch: of a training run."
+        f"Unknown patch {name!r}{hint} Give a name from `mhla info` or the path of a .yaml file; load_mhla(), "
+        "--weights and a training run's patch: also take the folder of a saved patch."
     )

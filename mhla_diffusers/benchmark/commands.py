@@ -61,7 +61,7 @@ def bench_operator(
     if grid and not blocks:
         raise ValueError(f"--grid {grid[0]} needs --blocks, such as {'x'.join(['4'] * len(grid[0].split('x')))}.")
     if grid and (model or size or frames):
-        raise ValueError(f"--grid {grid[0]} stands in place of a model; leave --model, --size and --frames out.")
+        raise ValueError(f"--grid {grid[0]} replaces a model; leave --model, --size and --frames out.")
     shapes = [
         Shape(
             f"grid {one}, {other} blocks, {heads} heads of {head_dim}",

@@ -41,8 +41,8 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
     is_tiny = name.startswith("tiny-")
     if name in models() and not is_tiny:
         raise ValueError(
-            f"{name!r} is a configuration without weights and without a pipeline, which mhla bench transformer --model "
-            f"{name} measures. Give the Hub id or folder of a pipeline, or tiny-dit, tiny-sana or tiny-wan."
+            f"{name!r} is a configuration without weights; mhla bench transformer --model {name} measures it. Here "
+            "give the Hub id or folder of a pipeline, or tiny-dit, tiny-sana or tiny-wan."
         )
     family = tiny_pipeline(name.removeprefix("tiny-")).family if is_tiny else family_of(name).name
     choice = PipelineChoice(family, model=None if is_tiny else name, **settings)

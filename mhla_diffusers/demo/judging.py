@@ -160,8 +160,8 @@ def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.T
     for image, text in zip(images, texts, strict=True):
         if image.shape[-2:] != (PICTURE_SIZE, PICTURE_SIZE):
             raise ValueError(
-                f"The picture of {text!r} has {image.shape[-2]}x{image.shape[-1]} pixels; digits are told apart in "
-                f"pictures of {PICTURE_SIZE}x{PICTURE_SIZE}, as the tiny pipelines make them."
+                f"The picture of {text!r} has {image.shape[-2]}x{image.shape[-1]} pixels; the classifier takes "
+                f"{PICTURE_SIZE}x{PICTURE_SIZE}, the size of the tiny pipelines."
             )
         tiny, scene = next((tiny, scene) for tiny in TINY.values() if (scene := tiny.scene(text)) is not None)
         picture = image.float().mean(dim=-3).view(-1, PICTURE_SIZE, PICTURE_SIZE) / 255

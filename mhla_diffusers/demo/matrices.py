@@ -44,7 +44,7 @@ def each_attention_matrix(
     chosen = list(attentions) if names is None else list(names)
     check_names(chosen, list(attentions), "self-attention")
     if family.mhla is None:
-        raise ValueError(f"The matrices of {family.name!r} are not written out; those of SANA, DiT and Wan are.")
+        raise ValueError(f"{family.name!r} has no explicit attention matrix here; use SANA, DiT or Wan.")
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with ExitStack() as hooks:
         for name in chosen:

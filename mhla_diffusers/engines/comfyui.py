@@ -98,8 +98,8 @@ def _refuse_core_sparse(override: Override | None) -> None:
     """Raise for the override of ComfyUI's own sparse attention, whose module has the path of its file as its name."""
     check(
         not getattr(override, "__module__", "").endswith("nodes_sparse_attention"),
-        "Model Sparse Attention and MHLA Sparse Attention are on one model, and where one of them is dense, the other "
-        "would attend. Remove one. For another dense attention use Model Attention Backend.",
+        "Model Sparse Attention and MHLA Sparse Attention are on the same model; remove one. To choose the dense "
+        "attention, use Model Attention Backend.",
     )
 
 
@@ -198,8 +198,8 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
             output = executor(*args, **kwargs)
             if tally.dense and not tally.sparse:
                 tally.logger.warning(
-                    "MHLA changed nothing in this sampling: %s. Lower dense_first and dense_last leave more "
-                    "steps sparse; a lower min_tokens takes shorter sequences.",
+                    "MHLA changed nothing in this sampling: %s. Lower dense_first or dense_last for more sparse "
+                    "steps, or min_tokens for shorter sequences.",
                     tally.summary(),
                 )
             return output
@@ -207,8 +207,8 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
             patch.engine.end()
             if patch.forwards and not patch.reached:
                 tally.logger.warning(
-                    "MHLA: no attention reached the node, so all were dense: a node behind it set another attention, "
-                    "which then goes before it, or this ComfyUI is older than attention overrides (0.3.60)."
+                    "MHLA: no attention reached the node, so all were dense. Put nodes that set another attention "
+                    "before it, and use ComfyUI 0.3.60 or newer."
                 )
 
     return outer_sample

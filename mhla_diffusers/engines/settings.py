@@ -20,9 +20,9 @@ def _check_runs(config: Any) -> Any:
     if isinstance(config, PatchConfig):
         check(
             isinstance(config, SparseConfig) and config.layers == "all",
-            f"An engine runs sparse attention with layers='all', not {config.attention} with layers={config.layers!r}. "
-            "Give a profile such as 'balanced' or a preset such as 'wan2.1-t2v-1.3b-sparse'; other patches run in "
-            "diffusers.",
+            f"Engines run only sparse attention with layers='all', not {config.attention} with "
+            f"layers={config.layers!r}. Give a profile such as 'balanced' or a preset such as "
+            "'wan2.1-t2v-1.3b-sparse'.",
         )
     return config
 
@@ -63,7 +63,7 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> En
     given = {name: text for name, text in environment.items() if name.startswith("MHLA_") and text}
     names = ("MHLA_PROFILE", "MHLA_PATCH", *(f"MHLA_{name.upper()}" for name in _NAMES))
     check_names(given, names, "environment variable")
-    check(len(given.keys() & set(names[:2])) < 2, "MHLA_PROFILE and MHLA_PATCH both name settings; give one of them.")
+    check(len(given.keys() & set(names[:2])) < 2, "MHLA_PROFILE and MHLA_PATCH cannot be combined; set one of them.")
     profile = given.get("MHLA_PROFILE", "faithful")
     check_choice("MHLA_PROFILE", profile, tuple(PROFILES))
     config = load_patch(given.get("MHLA_PATCH", profile)).patch

@@ -63,7 +63,7 @@ def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kw
     if kwargs.get("is_cross_attention") or component not in (None, *TransformerLoader.component_names):
         return dense
     if dense.get_enum().is_sparse:
-        engine.tally.logger.warning("MHLA: dense attention is replaced, and %s is sparse; it stays", dense.get_enum())
+        engine.tally.logger.warning("MHLA: %s is already sparse, so it is not replaced", dense.get_enum())
         return dense
     return _sparse_backend(engine, dense)
 

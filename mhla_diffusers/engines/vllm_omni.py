@@ -106,8 +106,8 @@ class MHLAImpl(AttentionImpl):
             degree = getattr(parallel, name, 1)
             check(
                 degree == 1,
-                f"{NAME} needs all tokens in every process, which {name}={degree} divides; use {name}=1 and "
-                "ulysses_degree, which divides the heads.",
+                f"{NAME} needs all tokens in every process, but {name}={degree} splits them; use {name}=1 and "
+                "ulysses_degree, which splits the heads.",
             )
         check(
             not backend_kwargs, f"{NAME} takes its settings from variables such as MHLA_DENSITY, not {backend_kwargs}."

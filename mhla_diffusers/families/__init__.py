@@ -99,8 +99,8 @@ def get_family(transformer: Any) -> Family:
             raise ValueError(f"{name} is not a family of the package any more.{gone}")
         for named, _ in [] if isinstance(kind, str) else _families_by_name(transformer):
             raise ValueError(
-                f"This {name} is of {kind.__module__}, has the name of a class of {named.library} and not its "
-                f"attentions ({_lacking(named, transformer)}); load it with {named.library}, or add a family with "
+                f"This {name} comes from {kind.__module__} and differs from {named.library}'s class of that name "
+                f"({_lacking(named, transformer)}). Load it with {named.library}, or add a family with "
                 "register_family() (docs/models.md)."
             )
         raise ValueError(f"{name} has no family; {supported_instead(kind)}")

@@ -114,9 +114,9 @@ class Calling:
             missing.append("image")
         if missing:
             raise ValueError(
-                f"{type(pipe).__name__} must be given {', '.join(missing)} beside prompts. mhla generate takes a "
-                "picture (--image FILE); for anything else call the pipeline yourself. Train on videos of your own "
-                "(mhla encode)."
+                f"{type(pipe).__name__} needs {', '.join(missing)} besides prompts. mhla generate takes a picture "
+                "(--image FILE); for other inputs call the pipeline in Python, and train on your own videos (mhla "
+                "encode)."
             )
         guider = getattr(pipe, "guider", None)  # a component that takes the guidance in place of the pipeline
         if guider is not None and "guidance_scale" in arguments:

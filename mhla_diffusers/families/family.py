@@ -142,8 +142,8 @@ class Family:
         """:attr:`trained`; ValueError if its models are not trained."""
         if self.trained is None:
             raise ValueError(
-                f"{self.name!r}: this family can be patched, but it does not say how its models are encoded for and "
-                "trained; give it inputs=Inputs(...) and trained=Training()."
+                f"{self.name!r}: this family can be patched but not trained; give it inputs=Inputs(...) and "
+                "trained=Training()."
             )
         return self.trained
 

@@ -49,8 +49,8 @@ def grid_of_size(transformer: Any, size: tuple[int, ...], patch: tuple[int, ...]
     patch = patch or patch_of(transformer, len(size))
     if len(size) == 3 and size[0] % patch[0]:
         raise ValueError(
-            f"{size[0]} latent frames are no multiple of {patch[0]}, the latent frames of a token of this "
-            f"{type(transformer).__name__}; give a multiple, as mhla encode and mhla synthesize do."
+            f"{size[0]} latent frames do not divide by {patch[0]}, the latent frames per token of this "
+            f"{type(transformer).__name__}; give a multiple of {patch[0]}."
         )
     return tuple(side // length for side, length in zip(size, patch, strict=True))
 
@@ -75,8 +75,8 @@ def kandinsky(transformer: Any, arguments: Arguments) -> Grid:
     """Latents are (B, F, H, W, C); ValueError for attention in another order of the tokens."""
     if arguments.get("sparse_params") is not None:
         raise ValueError(
-            "sparse_params reorder the tokens for attention that is sparse already (nabla), as models of 10 seconds "
-            "have it. Run this pipeline without the patch: remove_mhla(pipe)."
+            "sparse_params select Kandinsky's own sparse attention (nabla), as in the 10-second models. Run this "
+            "pipeline without the patch: remove_mhla(pipe)."
         )
     return grid_of_size(transformer, arguments["hidden_states"].shape[1:-1])
 
@@ -86,9 +86,8 @@ def cogview4(transformer: Any, arguments: Arguments) -> Grid:
     others = sorted((arguments.get("attention_kwargs") or {}).keys() - {"scale"})
     if others or isinstance(arguments.get("image_rotary_emb"), list):
         raise ValueError(
-            f"attention_kwargs={others} and lists of RoPE tables pack and mask samples of several sizes, as "
-            "CogView4TrainingAttnProcessor does. Run samples of other sizes one after another, or "
-            "remove_mhla(transformer)."
+            f"attention_kwargs={others} and lists of RoPE tables pack samples of several sizes into one batch, which "
+            "a patch does not support. Run each size by itself, or call remove_mhla(transformer)."
         )
     return latents(transformer, arguments)
 
@@ -98,15 +97,15 @@ def list_of_images(transformer: Any, arguments: Arguments) -> Grid:
     images, patch = arguments["x"], arguments.get("patch_size", 2)
     if isinstance(images[0], list):
         raise ValueError(
-            f"x holds {len(images[0])} pictures for a sample, and a patch takes one, not one with others as its "
-            "context, as in Z-Image-Omni. Run this pipeline without the patch: remove_mhla(pipe)."
+            f"x has {len(images[0])} pictures per sample, but a patch supports one without reference pictures. Run "
+            "this pipeline without the patch: remove_mhla(pipe)."
         )
     sizes = {tuple(image.shape[1:]) for image in images}
     (frames, height, width), *others = sizes
     if others or frames != 1:
         raise ValueError(
-            f"x holds images of the sizes {sorted(sizes)}, (frames, height, width) of latents: a patch takes one size "
-            "for a batch, of one frame. Run images of other sizes one after another."
+            f"x has images of the latent sizes (frames, height, width) {sorted(sizes)}, but a patch needs one size of "
+            "one frame per batch. Run each size by itself."
         )
     return height // patch, width // patch
 
@@ -119,8 +118,7 @@ def numbers(transformer: Any, arguments: Arguments) -> Grid:
     found = [arguments[name] for name in ("num_frames", "height", "width") if arguments.get(name) is not None]
     if len(found) != 3:
         raise ValueError(
-            f"{len(found)} of num_frames, height and width are given: a patch needs all three, the latents' size, "
-            "as the pipelines pass them."
+            f"Only {len(found)} of num_frames, height and width were passed; a patch needs all three, in latents."
         )
     return tuple(found)
 
@@ -140,9 +138,8 @@ def image_shapes(transformer: Any, arguments: Arguments) -> Grid:
     (frames, height, width), *others = pictures
     if others or frames != 1:
         raise ValueError(
-            f"img_shapes={pictures} are {len(pictures)} pictures of {frames} frame(s): a patch takes one picture, not "
-            "one with others as its context, as in Qwen-Image-Edit and Qwen-Image-Layered. Run this pipeline without "
-            "the patch: remove_mhla(pipe)."
+            f"img_shapes={pictures} are {len(pictures)} pictures of {frames} frame(s), but a patch supports one, "
+            "unlike Qwen-Image-Edit and Qwen-Image-Layered. Run this pipeline without the patch: remove_mhla(pipe)."
         )
     return height, width
 
@@ -159,8 +156,8 @@ def image_ids(transformer: Any, arguments: Arguments) -> Grid:
     for name in ("kv_cache_mode", "image_cond_hidden_states"):
         if arguments.get(name) is not None:
             raise ValueError(
-                f"{name} is for reference pictures, which a patch does not take. Run this pipeline without the patch: "
-                "remove_mhla(pipe)."
+                f"{name} passes reference pictures, which a patch does not support. Run this pipeline without the "
+                "patch: remove_mhla(pipe)."
             )
     return grid_of_ids(arguments["img_ids"])
 
@@ -248,9 +245,9 @@ def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
     width, height = _lengths(ids, first).tolist()
     if height * width != ids.shape[-2] - first:
         raise ValueError(
-            f"Ids of {ids.shape[-2] - first} tokens, {width} in a first row and {height} in a first column, are not "
-            "one picture in raster order: a patch takes no others as its context, as in Flux Kontext "
-            "and in Flux.2 with reference pictures. Run this pipeline without the patch: remove_mhla(pipe)."
+            f"The ids of {ids.shape[-2] - first} tokens ({width} in the first row, {height} in the first column) are "
+            "not one picture in raster order; a patch supports no reference pictures, as Flux Kontext and Flux.2 "
+            "pass them. Run this pipeline without the patch: remove_mhla(pipe)."
         )
     return height, width
 
@@ -266,8 +263,8 @@ def _grid_of_coordinates(coordinates: Tensor) -> tuple[int, ...]:
     grid = _grid_of_places(places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :])
     if grid is None:
         raise ValueError(
-            f"video_coords of {places.shape[1]} tokens are not a token grid: from the first token of time 0 on "
-            "they must be whole frames in raster order, as LTXConditionPipeline gives them."
+            f"video_coords of {places.shape[1]} tokens are not a token grid; from the first token of time 0 they must "
+            "be whole frames in raster order, as in LTXConditionPipeline."
         )
     return grid
 
@@ -303,8 +300,8 @@ def _grid_of_images(places: Tensor, indicator: Tensor, segments: Tensor) -> tupl
     fits = is_image[:, len(is_image[0]) - tokens :].all() & (is_image.sum(dim=1) == tokens).all()
     if grid is None or grid[0] > 1 or not (fits & (image == image[0]).all() & (own | (indicator == 0)).all()):
         raise ValueError(
-            "A row does not hold text and, last, one image in raster order, of one size in the batch. Several "
-            "samples packed into a row cannot be patched: run one after another, or remove_mhla(transformer)."
+            "Each row must have text and then one image in raster order, all of one size. For packed samples, run "
+            "one at a time, or call remove_mhla(transformer)."
         )
     return grid[1], grid[2]
 
@@ -318,7 +315,7 @@ def _grid_of_rows(places: Tensor, video: Tensor, times: Tensor) -> tuple[int, ..
     grid = _grid_of_places(generated.T)
     if grid is None or len(generated[:, 0].unique()) < grid[0]:
         raise ValueError(
-            "The sequence does not end in one token grid in raster order, as MiniMax-H3's pipeline makes it. Several "
-            "videos in one sequence cannot be patched: run one after another, or remove_mhla(transformer)."
+            "The sequence must end with one token grid in raster order, as MiniMax-H3's pipeline makes it. For "
+            "several videos in one sequence, run one at a time, or call remove_mhla(transformer)."
         )
     return grid

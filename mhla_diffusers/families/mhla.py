@@ -111,7 +111,7 @@ class AttentionAdapter:
         count, tokens = hidden_states.shape[1], math.prod(grid) if tokens is None else tokens
         if count != tokens:
             raise ValueError(
-                f"The token grid holds {tokens} tokens, but the attention got {count}; the processor was made for "
+                f"The token grid has {tokens} tokens, but the attention got {count}; the processor was made for "
                 "another resolution."
             )
         query, key, value = project_tokens(attn, hidden_states)
@@ -195,14 +195,13 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
     shape = tuple(attention_mask.shape)
     if shape not in ((batch, tokens), (batch, 1, tokens), (batch, 1, 1, tokens)):
         raise ValueError(
-            f"MHLA honours key-padding masks of shape ({batch}, {tokens}), ({batch}, 1, {tokens}) or "
-            f"({batch}, 1, 1, {tokens}); got {shape}. A mask that differs between queries has no linear form: "
-            "keep softmax attention in this layer with layers=[...]."
+            f"MHLA supports only key masks of shape ({batch}, {tokens}), ({batch}, 1, {tokens}) or ({batch}, 1, 1, "
+            f"{tokens}), got {shape}. Leave this layer unpatched with layers=[...]."
         )
     if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise ValueError(
-            f"A mask of {attention_mask.dtype} is ambiguous; give bool (True takes part) or the floating point bias "
-            "that softmax attention would add, for example mask.bool()."
+            f"A mask of {attention_mask.dtype} is ambiguous; give bool (True: attend) or the floating-point bias "
+            "added to the scores, for example mask.bool()."
         )
     mask = attention_mask.reshape(batch, tokens)
     if mask.dtype == torch.bool:

@@ -121,7 +121,7 @@ def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int,
         spatial = spatial or 2 ** (len(stages) - 1)
     if spatial is None or (of_videos and temporal is None):
         raise ValueError(
-            f"The configuration of this autoencoder has no strides{' of frames' if spatial else ''}; override "
+            f"This autoencoder's configuration has no strides{' of frames' if spatial else ''}; override "
             "Calling.grid() in the family."
         )
     return int(temporal or 1), int(spatial)

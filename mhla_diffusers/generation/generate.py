@@ -215,16 +215,16 @@ def _check_folder(config: SampleSet) -> None:
     foreign = first_sample(folder)  # looked for first: other processes write the record before any sample
     if foreign is not None and not (folder / RECORD_NAME).is_file():
         raise ValueError(
-            f"{folder} holds files of unknown origin, such as {foreign.relative_to(folder)}. Choose an empty folder, "
-            "so that sets do not mix."
+            f"{folder} has files that are not of this set, such as {foreign.relative_to(folder)}. Choose an empty "
+            "folder."
         )
     check_choices(folder, config.choices)
     planned = {sample.file: sample.text for sample in config.samples}
     for sample in read_sample_list(folder) or () if config.seed is not None else ():
         if planned.get(sample.file) != sample.text and (folder / sample.file).is_file():
             raise ValueError(
-                f"{folder} holds another set: {sample.file} shows {sample.text!r}, but this one has "
-                f"{planned.get(sample.file, 'no such file')!r} there. Choose another output folder."
+                f"{folder} has another set: there {sample.file} shows {sample.text!r}, here "
+                f"{planned.get(sample.file, 'no such file')!r}. Choose another output folder."
             )
 
 

@@ -273,7 +273,7 @@ def _result_in(weights: str | Path) -> Path:
         return folder
     if not (folder / "result").is_dir():
         raise ValueError(
-            f"{folder} is a run without a result so far; go on with it by --resume latest, or take its latest "
+            f"{folder} is a training run without a result yet. Continue it with --resume latest, or export its latest "
             f"checkpoint: {shlex.join(['mhla', 'export', str(folder)])} --output FOLDER"
         )
     return folder / "result"

@@ -87,7 +87,7 @@ def check_choices(folder: Path, choices: Mapping[str, Any]) -> None:
         changed.append(f"{name}={before!r}, now {now!r}")
     if changed:
         raise ValueError(
-            f"{folder} holds files made with other choices ({'; '.join(changed)}). Choose another output folder."
+            f"{folder} has files made with other settings ({'; '.join(changed)}). Choose another output folder."
         )
 
 

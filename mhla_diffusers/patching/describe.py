@@ -322,8 +322,8 @@ def grids_of_size(
     transformers = find_transformers(pipe)
     if isinstance(pipe, nn.Module):
         raise ValueError(
-            "A size in pixels needs the pipeline, whose autoencoder makes the latents of it. Of a transformer alone "
-            "describe() takes the token grid, grid=(frames, height, width) or (height, width)."
+            "A size in pixels needs the pipeline, because its autoencoder sets the latents' size. For a transformer "
+            "give grid=(frames, height, width) or (height, width), in tokens."
         )
     if height is None or width is None:
         raise ValueError(f"height={height} and width={width} belong together; give both, in pixels.")

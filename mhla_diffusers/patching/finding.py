@@ -28,15 +28,14 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
         if ATTRIBUTE in vars(module):
             raise ValueError(
                 f"{type(module).__name__} is patched without a family, so there is nothing to save, load or "
-                "calibrate. apply_mhla(model, grid=…) with the same arguments makes the patch again."
+                "calibrate. To restore the patch, call apply_mhla(model, grid=…) with the same arguments."
             )
     for name, module in components.items():
         if name.startswith("transformer"):
             get_family(module)  # raises what is unsupported about it
     raise ValueError(
         f"{type(model).__name__} has no transformer that MHLA supports (components: "
-        f'{", ".join(components) or "none"}). Pass a pipeline or a model that the page "Models" of the documentation '
-        "(docs/models.md) lists."
+        f"{', '.join(components) or 'none'}). Pass a model or pipeline listed in docs/models.md."
     )
 
 
@@ -64,9 +63,8 @@ def refuse_wrapped(model: Any) -> None:
         take_out: Any = getattr(module, "get_base_model", None)
         if callable(take_out) and find_family(take_out()) is not None:
             raise ValueError(
-                f"The {name} is wrapped in PEFT's {type(module).__name__}. Pass the model inside, which keeps the "
-                f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model(). "
-                f"diffusers' own {name}.add_adapter(...) wraps nothing."
+                f"The {name} is wrapped in PEFT's {type(module).__name__}. Pass the inner model, which keeps the "
+                f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model()."
             )
 
 
@@ -148,7 +146,8 @@ def mhla_disabled(model: Any) -> Iterator[None]:
     for patched in handles:
         if not patched.is_attached:
             raise ValueError(
-                "diffusers' own set_attn_processor keeps nothing to go back to; patch with apply_mhla(pipe, ...)."
+                "diffusers' own set_attn_processor does not keep the original processors; patch with "
+                "apply_mhla(pipe, ...)."
             )
     with switched_off(*handles):
         yield

@@ -156,8 +156,8 @@ class MHLALayer(nn.Module):
             if self.convolution is not None:
                 size = self.convolution.weight.shape[-1]
                 raise ValueError(
-                    f"convolution={size} needs neighbours that other processes hold, so it does not run under "
-                    "diffusers' context parallelism. Use one process, or patch without a convolution."
+                    f"convolution={size} does not work under context parallelism, because neighbouring tokens are in "
+                    "other processes. Use one process, or patch without a convolution."
                 )
             return attend_split(call, split, backend)
         output = attend(call, backend)
@@ -278,8 +278,8 @@ def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALa
     for norm in ("group_norm", "spatial_norm"):
         if getattr(attn, norm, None) is not None:
             raise ValueError(
-                f"This {type(attn).__name__} has a {norm}, which MHLA does not run; leave its layer as it is with "
-                "layers=[...]."
+                f"This {type(attn).__name__} has a {norm}, which MHLA does not support; leave the layer unpatched "
+                "with layers=[...]."
             )
     adapter = family.mhla if family is not None and family.mhla is not None else AttentionAdapter()
     projection, (heads, head_dim) = attn.to_q, adapter.heads(attn)

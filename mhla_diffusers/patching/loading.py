@@ -86,8 +86,8 @@ def load_mhla(
     belongs = lies_beside or not record.base_model or came_from in ("", record.base_model)
     if record.weights != "all" and not belongs:
         warnings.warn(
-            f"This patch was made for {record.base_model}, and the model was loaded from {came_from}. Unless that is a "
-            "copy of it, the two do not belong together.",
+            f"This patch was made for {record.base_model}, but the model was loaded from {came_from}. Unless that is "
+            "a copy, the two do not belong together.",
             stacklevel=2,
         )
     plans = []
@@ -133,7 +133,7 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         return shipped
     if str(patch) in patch_names():
         raise ValueError(
-            f"{patch} is a preset, settings without weights; apply_mhla(model, {str(patch)!r}) opens it, or --patch."
+            f"{patch} is a preset, settings without weights; use apply_mhla(model, {str(patch)!r}) or --patch."
         )
     if len(path.parts) == 1 or path.exists():
         raise FileNotFoundError(
@@ -142,8 +142,7 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         )
     if path.parent.is_dir() and revision is None:
         raise FileNotFoundError(
-            f"The local folder {path.parent} has no {path.name}. If the Hub's {patch} is meant, say so with "
-            "revision='main'."
+            f"The local folder {path.parent} has no {path.name}. To load {patch} from the Hub, pass revision='main'."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -152,7 +151,7 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
         return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=[PATCH_FILE]))
     except (HFValidationError, HfHubHTTPError, OSError) as error:  # offline and not in the cache is an OSError
         raise FileNotFoundError(
-            f"{patch} is neither a folder here nor a repository that the Hub gave: {error}"
+            f"{patch} is neither a local folder nor a repository that the Hub returned: {error}"
         ) from error
 
 

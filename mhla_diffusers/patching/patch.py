@@ -133,7 +133,7 @@ def _plan_by_grid(
     """Plan the patches of a model without a family, or of those of a pipeline named ``transformer…`` or ``unet``."""
     if not isinstance(patch, SparseConfig | None):
         raise ValueError(
-            f"A model without a family (grid={grid!r}) runs sparse attention alone; give fields of SparseConfig."
+            f"A model without a family (grid={grid!r}) runs only sparse attention; give settings of SparseConfig."
         )
     check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/models.md).")
     config = (patch or SparseConfig()).replace(**settings)
@@ -147,8 +147,8 @@ def _plan_by_grid(
             get_family(module)  # raises the reason
         if (family := find_family(module)) is not None:
             raise ValueError(
-                f"{type(module).__name__} is of the family {family.name!r}, which reads the token grid of every call; "
-                "leave grid and extra out."
+                f"{type(module).__name__} belongs to the family {family.name!r}, which reads the token grid of every "
+                "call; leave grid and extra out."
             )
         for part in module.modules():
             if is_patched(part):
@@ -158,7 +158,7 @@ def _plan_by_grid(
 
 def _check_by_grid(config: PatchConfig) -> None:
     if config.layers != "all":
-        raise ValueError(f"layers={config.layers!r}: layers can be chosen of models with a family alone; leave it out.")
+        raise ValueError(f"layers={config.layers!r} needs a model with a family; leave it out.")
 
 
 def _log_patch(patched: Patched, model: Any) -> None:
@@ -174,8 +174,8 @@ def _log_patch(patched: Patched, model: Any) -> None:
     if family.computes != "softmax":
         return logger.info("%s", runs)
     logger.warning(
-        "%s: nothing of it is adapted yet, so the outputs are not usable. Train it, or load an adapted patch with "
-        "load_mhla(). Sparse attention, apply_mhla(model), needs no training.",
+        "%s is not adapted yet, so its outputs are unusable. Train it, load an adapted patch with load_mhla(), or "
+        "use sparse attention, apply_mhla(model), which needs no training.",
         runs,
     )
 
@@ -280,8 +280,8 @@ def _check_removable(patched: Patched) -> None:
             )
     if patched.replaced_weights is None:
         raise ValueError(
-            "The patch replaced weights of the model, which load_mhla(..., keep_replaced=False) did not keep, so "
-            "they cannot be brought back; load the model again with from_pretrained()."
+            "The weights that this patch replaced were not kept (load_mhla(..., keep_replaced=False)), so they "
+            "cannot be restored. Load the model again with from_pretrained()."
         )
     check_writable(patched.transformer, patched.replaced_weights, "remove the patch")
 
@@ -310,8 +310,8 @@ def detach(patched: Patched) -> None:
         remove_lora(patched.transformer, patched.lora)
     elif patched.lora is not None:
         logger.warning(
-            "The patch's LoRA %r was unloaded by something else. If it was fused first, its weights stay in "
-            "the model; load the model again with from_pretrained() then.",
+            "The patch's LoRA %r was unloaded before the patch. If it was fused, its weights are still in the model; "
+            "then load the model again with from_pretrained().",
             patched.lora,
         )
     if patched.replaced_weights:
@@ -393,8 +393,8 @@ def _plan_change(
         raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
     if (name := setting_of_parameters(old, config)) is not None:
         raise ValueError(
-            f"{name}={getattr(config, name)!r} needs other parameters than the layers have. save_mhla() and "
-            "load_mhla(..., blocks=...) interpolate matrices; remove_mhla() and apply_mhla() begin again."
+            f"{name}={getattr(config, name)!r} changes the shapes of the layers' parameters. Save and load with "
+            "load_mhla(..., blocks=...) to interpolate them, or start again with remove_mhla() and apply_mhla()."
         )
     kept, family = patched.layers, patched.of_family
     return new, {name: kept.get(name) or make_layer(attn, config, family) for name, attn in chosen.items()}
@@ -413,8 +413,8 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(layer.mixing.requires_grad and id(layer.mixing) not in optimized for layer in layers):
         raise ValueError(
-            "The optimizer lacks a mixing matrix that takes gradients. Make the optimizer after apply_mhla(), or "
-            "freeze the matrices with mixing_learnable=False."
+            "The optimizer lacks a trainable mixing matrix. Create the optimizer after apply_mhla(), or freeze the "
+            "matrices with mixing_learnable=False."
         )
 
     def clip(*_: Any) -> None:
@@ -433,8 +433,8 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     if isinstance(config, LinearConfig):
         if family.mhla is None:
             raise ValueError(
-                f"MHLA runs in SANA, DiT and Wan, and in what shares their attention; {kind} takes sparse attention "
-                "alone: apply_mhla(model, density=0.1)."
+                f"MHLA runs in SANA, DiT, Wan and models that share their attention, not in {kind}; use sparse "
+                "attention: apply_mhla(model, density=0.1)."
             )
         if len(config.blocks) != family.axes:
             raise ValueError(
@@ -456,7 +456,9 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
         indices = [index for index in indices if index >= config.dense_layers]
     if not indices:
         words = f"layers={config.layers!r}, dense_layers={getattr(config, 'dense_layers', 0)}"
-        raise ValueError(f"{words}: none of the {len(found)} layers is patched; leave one.")
+        raise ValueError(
+            f"{words} leaves none of the {len(found)} layers to patch; choose other layers or fewer dense ones."
+        )
     chosen = dict(found[index] for index in indices)
     if isinstance(config, LinearConfig):
         if group_offloading(patched.transformer):
@@ -464,8 +466,8 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
         holding = [name for name, attn in chosen.items() if holds_weights(attn.processor)]
         if holding:
             raise ValueError(
-                f"{holding[0]} runs {type(chosen[holding[0]].processor).__name__}, which has weights of its own, as "
-                "those of IP-Adapters have. Take the adapter away first, for example with pipe.unload_ip_adapter()."
+                f"{holding[0]} runs {type(chosen[holding[0]].processor).__name__}, which has its own weights, as "
+                "IP-Adapters do. Unload the adapter first, for example with pipe.unload_ip_adapter()."
             )
     return chosen
 

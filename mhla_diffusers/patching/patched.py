@@ -401,8 +401,8 @@ class Patched:
         logger.info("corrected from %d dense step%s; %s", dense_steps, "s"[: dense_steps != 1], words)
         if median > FAR_OFF:
             logger.warning(
-                "The attentions of %s are %.0f %% off in the median at dense steps; a higher density than %s brings "
-                "them closer, and mhla tune finds one.",
+                "The attentions of %s have a median error of %.0f %% at dense steps. Raise density above %s, or let "
+                "mhla tune find settings.",
                 type(self.transformer).__name__,
                 100 * median,
                 getattr(self.config, "density", "that of the patch"),
@@ -463,7 +463,7 @@ def check_counts(extra: Any) -> Counts:
     if not fits or not all(n is None or (isinstance(n, int) and n >= 0) for n in counts):
         raise ValueError(
             f"extra={extra!r} must be two counts of tokens before and after the grid, such as (0, 77), or (0, None) "
-            "for as many as there are."
+            "for any number."
         )
     return counts
 

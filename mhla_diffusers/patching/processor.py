@@ -73,9 +73,9 @@ class MHLAProcessor:
     ) -> None:
         if call or not isinstance(config, PatchConfig | None):
             raise ValueError(
-                f"MHLAProcessor takes MHLAConfig, SparseConfig or CausalConfig, or single settings as keywords, got "
-                f"{type(config).__name__}. If an attention called it so, its processor is the class: set an instance, "
-                "such as MHLAProcessor(blocks=(7, 3, 5))."
+                "MHLAProcessor takes a MHLAConfig, SparseConfig or CausalConfig, or settings as keywords, got "
+                f"{type(config).__name__}. Pass set_attn_processor an instance, such as MHLAProcessor(blocks=(7, 3, "
+                "5)), not the class."
             )
         if config is not None and settings:
             raise ValueError(
@@ -108,8 +108,9 @@ class MHLAProcessor:
         """
         if self._config is None:
             raise ValueError(
-                "This MHLAProcessor has no settings: give it some, for example MHLAProcessor(blocks=(7, 3, 5)). If "
-                "diffusers made it while it loaded or unloaded an adapter, set one with settings again."
+                "This MHLAProcessor has no settings; give some, for example MHLAProcessor(blocks=(7, 3, 5)). "
+                "diffusers also creates one without settings when it loads or unloads an adapter: then set yours "
+                "again."
             )
         return self._config
 
@@ -222,9 +223,9 @@ class MHLAProcessor:
             if grid is not None:
                 return grid
         raise ValueError(
-            "MHLAProcessor does not know the token grid: this model, or torch.compile, does not pass it to an "
-            "attention. Call mhla_diffusers.apply_mhla(pipe, ...), which reads it from every input, or give it to the "
-            "processor, grid=(frames, height, width) in tokens, or (height, width) for images."
+            "MHLAProcessor does not know the token grid: this model, or torch.compile, does not pass it to "
+            "attentions. Use mhla_diffusers.apply_mhla(pipe, ...), or give the processor grid=(frames, height, "
+            "width) or (height, width), in tokens."
         )
 
     def _check_own_form(self) -> None:
@@ -238,8 +239,8 @@ class MHLAProcessor:
         if config.layers != "all" or config.has_dense_steps:
             refused = config.dense_words if config.layers == "all" else f"layers={config.layers!r}"
             raise ValueError(
-                f"{refused} cannot be honoured when diffusers' own set_attn_processor puts the processor on every "
-                "layer and drops the original ones; use apply_mhla(pipe, ...), which keeps them."
+                f"{refused} does not work with diffusers' own set_attn_processor, which replaces the processor of "
+                "every layer; use apply_mhla(pipe, ...)."
             )
 
 
@@ -268,7 +269,7 @@ def _adapter(attn: Any, family: Family | None) -> AttentionAdapter:
     if getattr(attn, "add_q_proj", None) is None and hasattr(attn, "to_out"):
         return AttentionAdapter()
     raise ValueError(
-        f"MHLAProcessor does not know this {type(attn).__name__}: it is for SANA, DiT, Wan and what shares their "
+        f"MHLAProcessor does not support this {type(attn).__name__}, only SANA, DiT, Wan and models that share their "
         "attention. apply_mhla(pipe) runs sparse attention in every family."
     )
 
@@ -276,9 +277,8 @@ def _adapter(attn: Any, family: Family | None) -> AttentionAdapter:
 def _warn_outside(config: PatchConfig) -> None:
     if not torch.compiler.is_compiling():
         warnings.warn(
-            "This attention runs outside of its transformer's call, as in a wrapper of transformer.forward(), so it "
-            f"runs the model's own attention and not {config.attention}. Call the transformer itself: "
-            "transformer(...).",
+            "This attention was called outside transformer(...), for example by transformer.forward(), so it runs "
+            f"the model's own attention, not {config.attention}. Call the transformer itself: transformer(...).",
             stacklevel=3,
         )
 

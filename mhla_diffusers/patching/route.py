@@ -307,8 +307,8 @@ def register_backend() -> None:
         registry.register(member, supports_context_parallel=True)(_backend)
     except (AttributeError, TypeError) as error:
         raise ImportError(
-            f"diffusers {__version__} keeps its attention backends in a form that mhla_diffusers does not know; "
-            "install diffusers 0.42, or apply_mhla(model, grid=...)."
+            f"diffusers {__version__} has attention backends that mhla_diffusers does not support; install diffusers "
+            "0.42, or use apply_mhla(model, grid=...)."
         ) from error
 
 
@@ -341,7 +341,7 @@ def _split_over_processes(
 
     if request.parallel.context_parallel_config.ring_degree > 1:
         raise ValueError(
-            "Ring attention hands an attention some of the keys, and sparse attention chooses among all; use "
+            "Ring attention gives each process only some keys, but sparse attention needs all of them; use "
             "ContextParallelConfig(ulysses_degree=...)."
         )
     state, here = held(), request._replace(parallel=None, dispatches=False)

@@ -99,10 +99,7 @@ def save_mhla(
     """
     check_choice("weights", weights, get_args(Weights))
     if base is not None and weights != "changed":
-        raise ValueError(
-            f"base is what weights='changed' compares with, and weights={weights!r} compares nothing; give "
-            "weights='changed' as well, or leave base out."
-        )
+        raise ValueError(f"base needs weights='changed', got weights={weights!r}; change weights, or leave base out.")
     check_choice("dtype", dtype, (*_FLOAT_TYPES, None))
     find_transformers(model)  # refuses a patch without a family
     handles = require_patched(model)
@@ -150,8 +147,8 @@ def save_mhla(
 def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
     if patched.lora is not None and not has_lora(patched.transformer, patched.lora):
         logger.warning(
-            "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused "
-            "first, save weights='changed' with base=the unpatched model; else load the patch again and save that.",
+            "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused, "
+            "save weights='changed' with base=the unpatched model; otherwise load the patch again first.",
             patched.lora,
             name,
         )
@@ -180,7 +177,7 @@ def _choose_tensors(
     if weights == "mhla" and replaced is None:
         raise ValueError(
             f"The patch of the {name} came with weights of the model, and load_mhla(..., keep_replaced=False) did not "
-            "note which. Save weights='changed' with base=the unpatched model."
+            "record which. Save weights='changed' with base=the unpatched model."
         )
     state = {
         key: places[0]
@@ -217,8 +214,8 @@ def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -
         return found[name]
     if not base_model:
         raise ValueError(
-            "weights='changed' compares with the base model, but it is unknown where this model came from; "
-            "give base=the unpatched model, or base_model=its Hub id."
+            "weights='changed' needs the base model, but this model does not record its origin; give base=the "
+            "unpatched model, or base_model=its Hub id."
         )
     kind = patched.of_family.transformer_class(type(patched.transformer).__name__)
     is_pipeline = not Path(base_model, "config.json").is_file()

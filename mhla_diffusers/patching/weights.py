@@ -67,8 +67,8 @@ def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -
     merged = [name for name, module in transformer.named_modules() if getattr(module, "merged", False) is True]
     if merged:
         raise ValueError(
-            f"LoRA adapters are merged into {merged[0]}, whose weights cannot be replaced under them; call "
-            f"unfuse_lora() before you {purpose}."
+            f"LoRA adapters are fused into {merged[0]}, so its weights cannot be replaced; call unfuse_lora() before "
+            f"you {purpose}."
         )
     refuse_weights_on_disk(transformer, purpose)
     places = base_weights(transformer)
@@ -82,8 +82,8 @@ def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool
     """Raise ValueError if a weight is quantised, sharded or, unless it may be on the meta device, offloaded."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise ValueError(
-            f"{name} is a {type(tensor).__name__}, quantised or sharded; {purpose} before that, save weights='mhla', "
-            "which takes MHLA's own tensors alone, or load the model again with from_pretrained()."
+            f"{name} is a {type(tensor).__name__}, quantised or sharded; {purpose} before that, save only MHLA's own "
+            "tensors with weights='mhla', or load the model again with from_pretrained()."
         )
     if tensor.is_meta and not may_be_meta:
         raise ValueError(f"{name} is offloaded; switch offloading off before you {purpose}.")
@@ -156,8 +156,8 @@ def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 def _load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     if has_lora(transformer, LORA):
         raise ValueError(
-            f"The patch has a LoRA, which is loaded as the adapter {LORA!r}, but the model has another adapter of that "
-            f"name; unload that one with delete_adapters({LORA!r}), or give it another name."
+            f"The model already has an adapter named {LORA!r}, the name of the patch's LoRA. Remove it with "
+            f"delete_adapters({LORA!r}), or rename it."
         )
     if hasattr(transformer, "load_lora_adapter"):
         first = next(iter(transformer.parameters()))

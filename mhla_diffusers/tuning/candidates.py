@@ -147,7 +147,7 @@ class Target:
     def __post_init__(self) -> None:
         check(
             self.psnr is None or self.speedup is None,
-            f"psnr={self.psnr} and speedup={self.speedup} are two targets; give one of them.",
+            f"psnr={self.psnr} and speedup={self.speedup} cannot be combined; give one of them.",
         )
         check_value("psnr", self.psnr, Annotated[Number, Field(gt=0, le=100)] | None)
         check_value("speedup", self.speedup, Positive | None)

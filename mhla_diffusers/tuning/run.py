@@ -90,10 +90,12 @@ def tune(
     family, device = get_family(transformer), next(transformer.parameters()).device
     check(
         family.computes == SOFTMAX,
-        f"The attention of {family.name!r} is {family.computes}, so only MHLA fits it, by finetuning.",
+        f"The attention of {family.name!r} is {family.computes}, so there is no softmax to approximate; adapt MHLA "
+        "with mhla finetune instead.",
     )
     check(
-        not is_patched(pipe), "The pipeline is patched, and candidates are judged by the unpatched one; remove_mhla it."
+        not is_patched(pipe),
+        "The pipeline is patched, but tune() compares with the unpatched one; call remove_mhla(pipe) first.",
     )
     model = str((settings or {}).get("model") or getattr(pipe, "name_or_path", ""))
     record = {"model": model, **(settings or {}), "prompts": list(prompts), "steps": steps}
@@ -132,7 +134,9 @@ def _read_run(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
     """Read the trials of a run folder, at first the unpatched pipeline's alone; ValueError for another run's."""
     file, lines = folder / "settings.json", folder / "candidates.jsonl"
     foreign = None if file.is_file() else next(iter(visible_files(folder)), None)
-    check(foreign is None, f"{folder} holds files of something else, such as {foreign}; choose another folder.")
+    check(
+        foreign is None, f"{folder} has files that are not of a tuning run, such as {foreign}; choose another folder."
+    )
     if not lines.is_file():  # nothing was measured before
         write_json(record, file)
         return [Trial(Candidate())]
