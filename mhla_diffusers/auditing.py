@@ -1,4 +1,4 @@
-"""What a patch costs: every patched self-attention compared with the original on the same input, in one run."""
+"""The error of a patch: every patched self-attention compared with the original on the same input, in one run."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -71,7 +71,7 @@ class LayerAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """What a patch costs, layer by layer, head by head and step by step; printed, it is a table."""
+    """The error of a patch per layer, head and step; prints as a table."""
 
     layers: tuple[LayerAudit, ...]
     """Patched self-attentions of all transformers."""
@@ -136,7 +136,7 @@ class Audit:
 
 @torch.no_grad()
 def audit(model: Any, run: Callable[[], object]) -> Audit:
-    """Measure what a patch costs, layer by layer, head by head and step by step, and how much its block lists hold.
+    """Measure the error of a patch per layer, head and step, and how much softmax weight its block lists cover.
 
     ``run`` is called once with the patch enabled. Every patched self-attention and its original, with the same weights
     and LoRA, are evaluated on the same input, and their inputs to the output projection are compared. The softmax
@@ -207,7 +207,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
 
 
 class _Watch:
-    """Compares one patched self-attention with the model's own; one entry per forward."""
+    """Compares one patched self-attention with the model's own, forward by forward."""
 
     def __init__(self) -> None:
         self.forwards: list[int] = []
@@ -293,7 +293,6 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
 
 
 def _spread(calls: list[Item]) -> list[Item]:
-    """Choose some calls, evenly spread over all."""
     count = min(len(calls), _CALLS)
     return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
 
@@ -315,7 +314,7 @@ def _not_finite(layer: str) -> str:
 
 
 def _measure_moves(patched: Patched, calls: Sequence[TransformerCall]) -> tuple[dict[str, float], float]:
-    """Return ‖output − output of no patch‖² / ‖output of no patch‖², averaged over calls, of single layers and all."""
+    """Return ‖patched − unpatched‖² / ‖unpatched‖² of the output, averaged over calls, per layer and for all."""
 
     def output(call: TransformerCall) -> torch.Tensor:
         return call.predict(patched.transformer).float()

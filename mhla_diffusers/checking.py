@@ -1,4 +1,4 @@
-"""``mhla check``: does it work on this machine, how fast is it here, and does it pay for a model at a size."""
+"""``mhla check``: are results right on this machine, how fast are they, does a patch pay for a model at a size."""
 
 import math
 from dataclasses import dataclass, replace
@@ -166,7 +166,7 @@ def check(
 
 
 def _smaller(shape: Shape) -> Shape:
-    """Return a shape of at most so many tokens and three heads as a CPU times, halving every axis of the grid."""
+    """Shrink a shape for timing on a CPU: three heads, and axes halved until the grid has few enough tokens."""
     grid = tuple(shape.grid)
     while math.prod(grid) > _CPU_TOKENS:
         grid = tuple(max(1, size // 2) for size in grid)
@@ -191,7 +191,7 @@ def _runs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Runs:
 
 
 def _bounds(case: Case) -> tuple[dict[str, tuple[float, float]], float]:
-    """Return the most that each profile brings to a forward and to a call, and self-attention's share, by FLOPs."""
+    """Return, by FLOPs, each profile's largest speedup of a forward and of a call, and self-attention's share."""
     plain, bounds = count_forward(case), {}
     whole = sum(plain.values())
     for name, settings in PROFILES.items():

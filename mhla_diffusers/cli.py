@@ -30,7 +30,7 @@ from .tuning.commands import tune_command
 
 
 class _Commands(TyperGroup):
-    """The commands. A removed one says where it went."""
+    """The commands; a removed one raises an error that names its replacement."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command as typer does."""

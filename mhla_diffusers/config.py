@@ -39,7 +39,7 @@ FEW_STEPS = 10
 
 
 def _layers(choice: Any) -> LayerChoice:
-    """Return a choice of layers as it can be saved: a list becomes a tuple, a fraction text."""
+    """Convert a choice of layers for saving: a list to a tuple, a fraction to text."""
     layers: LayerChoice = tuple(choice) if isinstance(choice, list | tuple | range) else choice
     parse_layers(layers)
     return str(layers) if isinstance(layers, Fraction) else layers
@@ -80,7 +80,7 @@ _Size = Annotated[Integer | None, Field(gt=0, le=MOST_BLOCK_SIZE)]
 
 @settings(kw_only=True)
 class PatchConfig(Settings):
-    """What every patch has, whichever attention it runs; made as one of its three kinds."""
+    """Settings that all three kinds of patch share."""
 
     attention: ClassVar[str]
     """Which attention runs, in words."""
@@ -109,7 +109,7 @@ class PatchConfig(Settings):
 
     @property
     def has_dense_steps(self) -> bool:
-        """Whether all layers run the original attention in some denoising steps, as far as these are known."""
+        """Whether any denoising step is dense."""
         return bool(self.dense_first or self.dense_last or self.dense_every)
 
     @property
@@ -127,11 +127,11 @@ class PatchConfig(Settings):
         return bool(is_repeated and (step.index - first + 1) % self.dense_every == 0)
 
     def dense_steps(self, count: int) -> tuple[int, ...]:
-        """Return the indices of the dense steps of a call of so many; all ways to say them count them here."""
+        """Return the indices of the dense steps in a call of ``count`` steps."""
         return tuple(index for index in range(count) if self.is_dense(Step(index, count)))
 
     def call_speedup(self, dense: float, patched: float, count: int) -> float:
-        """Return the most that the patch speeds up a call, by the cost of its steps.
+        """Return an upper bound on a call's speedup, from the cost of its steps.
 
         Args:
             dense: cost of a dense step, such as FLOPs.
@@ -142,7 +142,7 @@ class PatchConfig(Settings):
         return count * dense / (dense_steps * dense + (count - dense_steps) * patched)
 
     def check_steps(self, count: int) -> None:
-        """Raise ValueError for a number of dense steps that a call of so many does not have."""
+        """Raise ValueError if a call of ``count`` steps has fewer steps than a setting asks for."""
         for name in ("dense_first", "dense_last"):
             steps = getattr(self, name)
             check(
@@ -152,7 +152,7 @@ class PatchConfig(Settings):
             )
 
     def records_residual(self, step: "Step") -> bool:
-        """Whether a dense step measures what the patched attentions lose, for later steps or to see how it fades."""
+        """Whether a dense step measures residuals, to correct later steps or to see how they fade."""
         end = min(step.index + 3, step.count or math.inf)
         following = [Step(index, step.count) for index in range(step.index + 1, int(end))]
         return self.is_dense(step) and not all(self.is_dense(one) for one in following)
@@ -513,7 +513,7 @@ class Step:
 
 
 def _count_of(steps: int | float, count: int) -> int:
-    """Return a number of steps, given as such or as a share of all, rounded up; of few steps any share is one."""
+    """Convert a share of the steps to a count, rounded up; in short calls any share is one step."""
     if isinstance(steps, int):
         return steps
     count = count or USUAL_STEPS

@@ -172,7 +172,7 @@ def shows_bars() -> bool:
 
 
 def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
-    """Make a tqdm: a bar on a terminal or in a notebook, else a line every half minute, which has no bar."""
+    """Make a tqdm: a bar on a terminal or in a notebook, otherwise a line every half minute."""
     from tqdm.auto import tqdm
 
     settings |= {"disable": _shown["quiet"] or settings.get("disable", False), "dynamic_ncols": True}

@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
 
 
 def _set(content: Any, override: str) -> _Path:
-    """Set a value that the command line gives, and return its path."""
+    """Set a value from the command line; return its path."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ValueError(f"Override {override!r} must look like key=value, for example validation.every=100.")

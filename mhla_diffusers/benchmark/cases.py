@@ -89,7 +89,7 @@ class Case:
     """Frames of a video; None for an image."""
     batch: int = 1
     layers: int | None = None
-    """Build only so many, as for counting; None for all."""
+    """Number of layers to build, for counting; None for all."""
 
     def __post_init__(self) -> None:
         model = self.model
@@ -104,7 +104,6 @@ class Case:
 
     @property
     def _step(self) -> int:
-        """Pixels per token along height and width."""
         return self.model.stride * self.model.patch
 
     @property

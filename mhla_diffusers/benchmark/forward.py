@@ -55,7 +55,7 @@ def change_attention(case: Case, transformer: Any, kind: str) -> Any:
 
 
 def with_attention(case: Case, transformer: Any, kind: str) -> Any:
-    """Return a copy with another self-attention, as :func:`change_attention`; what weights both have, they share."""
+    """Return a copy with another self-attention, as :func:`change_attention`; common weights are shared."""
     tensors = (*transformer.parameters(), *transformer.buffers())
     shared = copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
     return change_attention(case, shared, kind)

@@ -87,7 +87,7 @@ def report(patch: str | None) -> str:
 
 
 def summary_of(config: PatchConfig) -> str:
-    """Return which attention runs where, with the setting that says most of it."""
+    """Return which attention runs in which layers, with its main setting."""
     share = {"all": "every layer"}.get(str(config.layers), f"layers {config.layers}")
     if isinstance(config, SparseConfig):
         return f"{config.attention}, density {config.density:.1%}, in {share}"

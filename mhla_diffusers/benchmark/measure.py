@@ -132,7 +132,7 @@ def measured(row: Row, seconds: Sequence[float], peak: int | None) -> Row:
 
 
 def refused(row: Row, error: BaseException) -> Row:
-    """Return the row with what its variant raised; the CPU's allocator has no error class of its own."""
+    """Return the row with the variant's error as its reason."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     no_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
     return replace(row, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
@@ -179,7 +179,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _warnings_of(run: Callable[[], object]) -> str:
-    """Return why a backend refuses a call: PyTorch warns of the reasons, and its error leaves them out."""
+    """Return why a backend refuses a call; PyTorch's warnings give the reasons, its error does not."""
     with warnings.catch_warnings(record=True) as caught, suppress(*_REFUSALS):
         warnings.simplefilter("always")
         run()

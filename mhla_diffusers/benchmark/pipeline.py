@@ -1,4 +1,4 @@
-"""A whole call of a pipeline and its parts, unpatched and with patches, and how near their samples are."""
+"""Times whole pipeline calls and their parts, unpatched and patched, and compares their samples."""
 
 import math
 import time
@@ -53,14 +53,14 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
 def call_arguments(
     *, steps: int | None, guidance: float | None, size: str | None, frames: int | None
 ) -> dict[str, Any]:
-    """Return the arguments of a pipeline's call that options give; ValueError for a size that is none."""
+    """Return the pipeline's arguments for the options given; ValueError for an invalid size."""
     height, width = (None, None) if size is None else parse_size(size)
     given = {"num_inference_steps": steps, "guidance_scale": guidance, "height": height, "width": width}
     return {name: value for name, value in (given | {"num_frames": frames}).items() if value is not None}
 
 
 def patcher(name: str) -> Callable[[Any], object]:
-    """Return what puts a patch on a pipeline: a profile, a preset or a YAML file, or a saved patch."""
+    """Return a function that patches a pipeline with a profile, a preset, a YAML file or a saved patch."""
     saved, is_file = adapted_patch_folder(name) or Path(name), Path(name).suffix in (".yaml", ".yml")
     if saved.is_dir() and not (saved / PATCH_FILE).is_file():
         raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
@@ -72,7 +72,7 @@ def patcher(name: str) -> Callable[[Any], object]:
 
 @contextmanager
 def patched(pipe: Any, patch: Callable[[Any], object] | None, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which the pipeline has a patch; afterwards it is as it was."""
+    """Context in which the pipeline is patched; restores it afterwards."""
     if patch is None:
         yield
         return

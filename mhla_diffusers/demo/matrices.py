@@ -62,7 +62,7 @@ def each_attention_matrix(
 
 
 def _matrix(attn: Any, given: AttentionInputs, transformer: nn.Module, name: str) -> torch.Tensor:
-    """Return the weights of all tokens: float64 (B, H, N, N)."""
+    """Return the attention matrix: float64 (B, H, N, N)."""
     family, layer = get_family(transformer), layer_of(attn)
     if layer is not None:
         weights: torch.Tensor = layer.weights(given)

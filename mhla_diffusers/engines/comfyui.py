@@ -45,7 +45,7 @@ _PREVIOUS = "mhla_previous"
 
 @dataclass
 class _Forward:
-    """What the attentions know of one forward of the diffusion model."""
+    """Inputs of one forward of the diffusion model that its attentions need."""
 
     call: Call
     references: str = ""
@@ -95,7 +95,7 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
 
 
 def _refuse_core_sparse(override: Override | None) -> None:
-    """Raise for the override of ComfyUI's own sparse attention, whose module has the path of its file as its name."""
+    """Raise if the override is ComfyUI's own sparse attention; its module's name is its file's path."""
     check(
         not getattr(override, "__module__", "").endswith("nodes_sparse_attention"),
         "Model Sparse Attention and MHLA Sparse Attention are on the same model; remove one. To choose the dense "
@@ -189,7 +189,7 @@ def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
 
 
 def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
-    """Return the wrapper that logs one line per sampling, also one in which nothing reached the override."""
+    """Return the wrapper that logs a summary of each sampling, or that no attention reached the override."""
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patch.forwards, patch.reached = 0, False
@@ -271,7 +271,7 @@ def make_node() -> Any:
         share("dense_first", 0.01, "Share of the first steps with dense attention: there the layout of the "
               "picture forms."),
         count("dense_last", "Last steps with dense attention."),
-        count("dense_every", "Dense attention again after so many steps; these steps correct those that follow. 0 for "
+        count("dense_every", "One dense step every this many steps; it corrects those that follow. 0 for "
               "never."),
         count("dense_layers", "First layers with dense attention; single blocks count on from the double ones."),
         io.Combo.Input("block_size", options=["auto", "16", "32", "64", "128"], default="auto",

@@ -80,7 +80,7 @@ class Engine:
     def call(self, grid: Shape, extra: Extra, step: Step | None, owner: Any, layer: int | None) -> Call:
         """Return the call of an attention, in an engine that does not say where a forward begins.
 
-        A forward begins where a layer attends again, and branches of the guidance are told apart by their order.
+        A forward begins when a layer attends again; branches of the guidance are distinguished by their order.
 
         Args:
             grid: token grid; empty if the engine does not give it.

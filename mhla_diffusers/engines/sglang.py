@@ -54,7 +54,7 @@ def activate() -> None:
 
 
 def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the backend that SGLang chooses, made sparse for the self-attention of a transformer that denoises."""
+    """Return SGLang's chosen backend, made sparse for self-attention in a denoising transformer."""
     from sglang.multimodal_gen.runtime.layers.attention.selector import get_component_attn_backend_name
     from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
 
@@ -199,7 +199,7 @@ class SparseImplementation:
 
 
 def _attend_in_layer(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's forward, whose attention knows which tokens lie outside the grid."""
+    """Run a layer's forward with its extra tokens known to the attention."""
     if isinstance(layer.attn_impl, SparseImplementation):
         return _attend_and_count(forward, layer, *args, **kwargs)
     return forward(layer, *args, **kwargs)

@@ -165,7 +165,7 @@ class MHLAImpl(AttentionImpl):
 
 
 def _video(metadata: AttentionMetadata) -> tuple[Shape, Extra]:
-    """Return the grid of the video that is made, empty if unknown, and the tokens before and after it that count."""
+    """Return the generated video's grid (empty if unknown), and the valid tokens before and after it."""
     layout = metadata.video_layout
     for span in layout.video_spans if layout else ():
         if span.role == "target":

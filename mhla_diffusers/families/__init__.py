@@ -64,7 +64,7 @@ def find_family(transformer: Any) -> Family | None:
 
 
 def _families_by_name(transformer: Any) -> list[tuple[Family, bool]]:
-    """Return families with the name of a model's class or a base class; those of whose library it is stand first."""
+    """Return families by the name of a model's class or base classes; those of its own library come first."""
     found = {
         family.name: (family, cls.__module__.split(".")[0] == family.library.split(".")[0])
         for cls in reversed(_class_of(transformer).__mro__)
@@ -75,7 +75,7 @@ def _families_by_name(transformer: Any) -> list[tuple[Family, bool]]:
 
 
 def _lacking(family: Family, transformer: Any) -> str:
-    """Return what a model with the name of a family's lacks of its attentions; empty for nothing, and for a class."""
+    """Say which of a family's attentions a model lacks; empty if it has all, or is a class."""
     if isinstance(transformer, type):
         return ""
     try:

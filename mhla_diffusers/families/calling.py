@@ -46,7 +46,7 @@ class Calling:
         return {"prompt": list(prompts)}
 
     def asked_frames(self, pipe: Any, frames: int) -> int:
-        """Return what the pipeline's call must be asked for to give so many frames."""
+        """Return the ``num_frames`` to pass to the pipeline for a clip of ``frames`` frames."""
         return frames
 
     def made_frames(self, pipe: Any, frames: int) -> int:

@@ -134,7 +134,7 @@ class Family:
 
     @property
     def makes_videos(self) -> bool:
-        """Whether a sample has frames, also where they are no axis of the grid."""
+        """Whether samples have frames, even if frames are not an axis of the grid."""
         return self.axes == 3 or self.default_clip.frames > 1
 
     @property
@@ -204,7 +204,7 @@ class Family:
             model: which.
             height: in pixels, which some transformers must know.
             frames: of a video, too.
-            layers: build only so many, at least one; None for all.
+            layers: number of layers to build, at least one; None for all.
         """
         built = layers or model.layers
         others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}

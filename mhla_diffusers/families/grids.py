@@ -270,7 +270,7 @@ def _grid_of_coordinates(coordinates: Tensor) -> tuple[int, ...]:
 
 
 def _grid_of_places(places: Tensor) -> tuple[int, ...] | None:
-    """Return the grid of tokens in raster order, (3, N) times, rows and columns; None if they are no grid."""
+    """Return the grid of tokens from their (3, N) times, rows and columns; None unless they are in raster order."""
     width = _rising(places[2])
     height = _rising(places[1, ::width])
     grid = places.shape[1] // (height * width), height, width

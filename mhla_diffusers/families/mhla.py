@@ -250,14 +250,14 @@ def finite(output: torch.Tensor) -> torch.Tensor:
 
 
 def _is_fused(attn: Any) -> bool:
-    """Whether its projections are fused, which some classes of diffusers do not know of."""
+    """Whether the projections are fused; some classes of diffusers have no such flag."""
     if not hasattr(attn, "unfuse_projections"):  # and keeps fused weights, and says so, when it is unfused
         return getattr(attn.processor, "fused", None) is not None
     return bool(getattr(attn, "fused_projections", False))
 
 
 def _usual_processor(attn: Any, path: str = "") -> Any:
-    """Return a fresh processor: of an import path, else of the default of an attention's class."""
+    """Return a new processor, from an import path or else the default of the attention's class."""
     own = None if path else getattr(type(attn), "_default_processor_cls", None)
     return (own or imported(path or "diffusers.models.attention_processor.AttnProcessor2_0"))()
 

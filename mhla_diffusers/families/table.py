@@ -62,7 +62,7 @@ _HISTORY = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latent
 
 
 def _framepack_extra(arguments: Mapping[str, Any]) -> Counts:
-    """Count the tokens of the history, which the transformer takes where their indices are given as well."""
+    """Count the history's tokens, which the transformer uses only if their indices are given."""
     count = 0
     for name, patch in _HISTORY.items():
         if (latents := arguments.get(name)) is not None and arguments.get(f"indices_{name}") is not None:

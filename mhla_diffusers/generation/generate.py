@@ -229,7 +229,7 @@ def _check_folder(config: SampleSet) -> None:
 
 
 def _record(config: SampleSet) -> None:
-    """Write how the samples are made, and the list of all in the folder; every process writes the same."""
+    """Write the settings and the list of samples; every process writes the same."""
     record_choices(config.output, config.choices)
     planned = {sample.file: sample for sample in config.samples}
     earlier = {sample.file: sample for sample in read_sample_list(config.output) or ()}
@@ -239,7 +239,7 @@ def _record(config: SampleSet) -> None:
 
 
 def _read_first_frame(file: Path) -> Any:
-    """Read the picture of a sample; ValueError with its name if that fails."""
+    """Read a sample's picture; ValueError naming it if that fails."""
     from .pixels import UnreadableMediaError, read_picture
 
     try:

@@ -132,7 +132,7 @@ def patch_options(
     ] = None,
     dense_last: Annotated[str | None, typer.Option(help="Last steps with full attention, likewise.")] = None,
     dense_every: Annotated[
-        int | None, typer.Option(help="Full attention again after so many steps, to correct the others; 0: never.")
+        int | None, typer.Option(help="One dense step every this many steps, to correct the others; 0: never.")
     ] = None,
     dense_layers: Annotated[int | None, typer.Option(help="First layers with full attention.")] = None,
 ) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def shown_pixels(frame: Any, height: int, width: int) -> torch.Tensor:
 
 
 def _orientation(frame: Any) -> tuple[bool, bool, bool]:
-    """Return whether a frame is shown transposed, and then with its columns and its rows in reverse."""
+    """Return whether to transpose a frame, then to flip its columns and its rows."""
     matrix = next((data for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), None)
     if matrix is None:
         return False, False, False

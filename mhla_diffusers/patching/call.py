@@ -129,7 +129,7 @@ class Call(NamedTuple):
 
 
 class _Held:
-    """What a thread works on: an object of its own, because torch.compile follows no context variables."""
+    """The calls of a thread; an object, because torch.compile does not support context variables."""
 
     call: Call | None = None
     layer: torch.Tensor | None = None

@@ -162,7 +162,7 @@ class Description(list[LayerDescription]):
 
 
 def steps_in_words(indices: Sequence[int], count: int) -> str:
-    """Say which of so many steps are meant, counted from 1: "steps 1-10, 20, 30, 40, 50 of 50"; empty for none."""
+    """Format step indices, counted from 1: "steps 1-10, 20, 30, 40, 50 of 50"; empty for none."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
@@ -174,7 +174,7 @@ def steps_in_words(indices: Sequence[int], count: int) -> str:
 
 
 def dense_in_words(config: PatchConfig, count: int = USUAL_STEPS) -> str:
-    """Say where full attention runs in a call of so many steps: "dense in steps 1-10, 20 of 20 and in layer 0"."""
+    """Say which steps and layers of a call are dense: "dense in steps 1-10, 20 of 20 and in layer 0"."""
     layers = getattr(config, "dense_layers", 0)
     of_layers = "" if not layers else "layer 0" if layers == 1 else f"layers 0-{layers - 1}"
     places = [part for part in (steps_in_words(config.dense_steps(count), count), of_layers) if part]

@@ -190,7 +190,7 @@ def read_record(folder: Path) -> PatchRecord:
 
 
 def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the transformers to patch, after checking that they are of the kind that the patch was made for."""
+    """Return the transformers to patch; ValueError if the patch was made for other classes."""
     if {*record.transformers, *record.unpatched} != set(transformers):
         kept = f", with {', '.join(record.unpatched)} left as it is" if record.unpatched else ""
         base = record.base_model or "not recorded"
@@ -223,7 +223,7 @@ def _check_tensors(
     record: PatchRecord,
     saved: TransformerRecord,
 ) -> None:
-    """Raise ValueError unless the tensors are those of the new layers, and of the model, that the patch should hold."""
+    """Raise ValueError unless the patch has the tensors that the new layers and the model need."""
     own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
     check_writable(patched.transformer, set(tensors) - set(own), "load the patch")  # first: others have other shapes
     base = {}

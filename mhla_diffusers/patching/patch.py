@@ -162,7 +162,7 @@ def _check_by_grid(config: PatchConfig) -> None:
 
 
 def _log_patch(patched: Patched, model: Any) -> None:
-    """Log which attention a new patch runs, and warn where it has yet to be adapted; not of one without weights."""
+    """Log what a new patch runs; warn if it needs adapting."""
     if all(parameter.is_meta for parameter in patched.transformer.parameters()):
         return
     config, kind, family = patched.config, type(patched.transformer).__name__, patched.family
@@ -271,7 +271,7 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
 
 
 def _check_removable(patched: Patched) -> None:
-    """Raise ValueError unless weights of the model that the patch replaced can be brought back."""
+    """Raise ValueError unless the replaced weights of the model can be restored."""
     for name, part in patched.transformer.named_modules():
         if patched.lora in (getattr(part, "merged_adapters", None) or ()):
             raise ValueError(
@@ -329,7 +329,7 @@ def detach(patched: Patched) -> None:
 
 
 def _take_out(patched: Patched, attn: Any) -> None:
-    """Give an attention the processor back that it had before MHLA, or one as in a new model."""
+    """Restore an attention's processor, or set a new default one."""
     if isinstance(attn.processor, MHLAProcessor):
         attn.set_processor(patched.original_processor(attn)) if hasattr(attn, "set_processor") else setattr(
             attn, "processor", patched.original_processor(attn)
@@ -375,7 +375,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
 def _plan_change(
     patched: Patched, model: Any, backend: str | None, settings: Mapping[str, Any]
 ) -> tuple[Patched, Layers]:
-    """Check other settings and change nothing: the new handle, and its layers of MHLA, kept or fresh."""
+    """Check new settings without changing anything; return the new handle and its MHLA layers."""
     if patched.is_off:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     old = patched.config

@@ -199,7 +199,7 @@ class Patched:
                 branch.residuals.clear()
 
     def _entered(self, grid: Shape, extra: Counts, outer: Call | None) -> Call:
-        """Return a call outside of sampling, with what its attentions need around them put in place."""
+        """Return the call of a forward, after attaching what its attentions need."""
         mode: Mode | None = None
         if not self.is_sparse:
             self._keep_processors()
@@ -219,7 +219,6 @@ class Patched:
         return call._replace(rule=self.config.rule_on(grid), dense_layers=dense_layers)
 
     def _leave(self, call: Call) -> None:
-        """Take off what a call has put around the forward."""
         if self.family is None:
             held().layer = None
         if call.mode is not None:
@@ -249,7 +248,7 @@ class Patched:
         return grid, extra(named) if callable(extra) else extra
 
     def _answers_pytorch(self) -> bool:
-        """Give the attentions that dispatch the route's backend; whether others call PyTorch's function."""
+        """Set the route's backend on attentions that dispatch; return whether others call PyTorch's function."""
         others = self.family is None
         for name in self.chosen:
             processor = getattr(self.attentions[name], "processor", None)
@@ -262,7 +261,7 @@ class Patched:
         return others
 
     def _in_step(self, call: Call, named: Mapping[str, Any]) -> Call:
-        """Return a call with its denoising step and the residuals of its branch; in training it has none."""
+        """Return the call with its step and its branch's residuals; neither while gradients are enabled."""
         config = self.config
         if torch.is_grad_enabled() or held().in_every_step or not (config.has_dense_steps or self._watch):
             return call
@@ -393,7 +392,7 @@ class Patched:
         return words, float(after.median())
 
     def _log_end(self, errors: Errors, dense_steps: int) -> None:
-        """Log what a call was that has ended, and what its dense steps measured; warn where attention is far off."""
+        """Log a summary of a finished call; warn if the error of its attentions is large."""
         self.tally.end()
         if not errors:
             return
@@ -441,7 +440,7 @@ def _processes_of(transformer: Any) -> ProcessGroup | None:
 
 
 def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what tells the branches of the guidance apart: the caption, else the first tensor after the latents."""
+    """Return the tensor that identifies a guidance branch: the caption, else the first one after the latents."""
     caption = named.get("encoder_hidden_states")
     tensors = (caption, *list(named.values())[1:])
     return next((x for x in tensors if isinstance(x, torch.Tensor) and x.ndim > 1), None)
@@ -469,7 +468,7 @@ def check_counts(extra: Any) -> Counts:
 
 
 def _restore_backend(processor: Any) -> None:
-    """Give a processor the backend back that the user has chosen."""
+    """Restore the attention backend that the user chose."""
     chosen = vars(processor).pop(CHOSEN_BACKEND)
     if vars(processor).pop(_BACKEND, BACKEND) != BACKEND or chosen != getattr(type(processor), _BACKEND, None):
         setattr(processor, _BACKEND, chosen)

@@ -198,7 +198,7 @@ class MHLAProcessor:
                 state.layer = None
 
     def _original(self, attn: Any, adapter: AttentionAdapter) -> Any:
-        """Return what ran a self-attention before the patch; diffusers' own form keeps none, and its family says it."""
+        """Return the original processor; with diffusers' own set_attn_processor, the family's default."""
         original = replaced_processor(attn)
         return adapter.own_processor(attn) if original is None else original
 
@@ -263,7 +263,7 @@ def _reference(attn: Any, inputs: AttentionInputs) -> torch.Tensor:
 
 
 def _adapter(attn: Any, family: Family | None) -> AttentionAdapter:
-    """Return the adapter of an attention; ValueError for one of a model that MHLA has none for."""
+    """Return the adapter for an attention; ValueError if MHLA does not support its class."""
     if family is not None and family.mhla is not None:
         return family.mhla
     if getattr(attn, "add_q_proj", None) is None and hasattr(attn, "to_out"):
@@ -311,5 +311,5 @@ def _skips_scores(attn: Any) -> bool:
 
 
 def _skip(attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """What diffusers' layer skipping runs in place of a patched attention: nothing."""
+    """Stands in for a patched attention that diffusers skips."""
     return hidden_states

@@ -141,7 +141,7 @@ def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
 
 
 def _orthonormal(x: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of the columns (B, n, r), by Cholesky QR."""
+    """Orthonormalise the columns (B, n, r), by Cholesky QR."""
     return x @ _inverse_root(x.mT @ x)
 
 
@@ -215,7 +215,7 @@ class Run:
         if found not in branches:
             branches.append(found)
         self._used.add(found)
-        if found.conditions() is not None and found.conditions() is not conditions:  # those of before are still there
+        if found.conditions() is not None and found.conditions() is not conditions:  # the earlier tensors still exist
             found.residuals.clear()
         found.conditions = _nothing if conditions is None else weakref.ref(conditions)
         return found, begins

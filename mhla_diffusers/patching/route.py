@@ -98,7 +98,7 @@ def attend(
     part: int,
     request: Request,
 ) -> torch.Tensor:
-    """Answer a call of attention: dense, sparse, or sparse with what a dense step has measured.
+    """Answer a call of attention: dense, sparse, or sparse and corrected by a dense step's residual.
 
     Args:
         query: (B, N, H, D) after RoPE, the grid's tokens in raster order with extra ones before or after them.
@@ -225,7 +225,7 @@ def sparse(
 def _with_own_rows(
     output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fit: Fit, request: Request
 ) -> torch.Tensor:
-    """Give extra tokens, whose rows of the mask may be others than the grid's, the model's own attention."""
+    """Run the model's own attention for extra tokens, whose mask rows may differ from the grid's."""
     (before, after), end = fit.extra, query.shape[1] - fit.extra[1]
 
     def outside(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -336,7 +336,7 @@ def _backend(
 def _split_over_processes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, request: Request
 ) -> torch.Tensor:
-    """Attend under diffusers' context parallelism, whose Ulysses hands over all tokens and some of the heads."""
+    """Attend under diffusers' context parallelism: with Ulysses each process has all tokens of some heads."""
     from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
     if request.parallel.context_parallel_config.ring_degree > 1:

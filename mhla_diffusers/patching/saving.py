@@ -164,7 +164,7 @@ def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
 def _choose_tensors(
     name: str, patched: Patched, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
-    """Return MHLA's own tensors by name in a plain model, and those of the model that ``weights`` asks for."""
+    """Return MHLA's tensors, and the model's tensors that ``weights`` selects, by their names in a plain model."""
     transformer = patched.transformer
     refuse_weights_on_disk(transformer, "save the patch")
     # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it

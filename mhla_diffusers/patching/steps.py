@@ -84,7 +84,7 @@ def _nothing() -> None:
 
 
 def _running_method(transformer: nn.Module) -> tuple[FrameType | None, Any]:
-    """Return the outermost method of the object on the stack that has a transformer and a scheduler, and the object."""
+    """Find the running pipeline: the outermost method on the stack whose object has a transformer and a scheduler."""
     frame: FrameType | None = sys._getframe(1)
     found, owner = None, None
     while frame is not None:

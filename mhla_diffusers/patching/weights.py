@@ -1,4 +1,4 @@
-"""Weights that a patch brings: those of the model that it replaces, its LoRA, and its own at other block counts.
+"""Weights of a patch: replaced weights of the model, its LoRA, and its own at other block counts.
 
 Weights of the model go by the names that they have in a plain model, also while its projections are fused or adapters
 wrap its layers.
@@ -137,7 +137,7 @@ def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a transformer the LoRA of a patch, beside others that it has, which stay active or not.
+    """Load the LoRA of a patch; other adapters stay as they are.
 
     Raises:
         ValueError: it has an adapter of that name.
@@ -175,7 +175,7 @@ def _load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def remove_lora(transformer: Any, name: str) -> None:
-    """Take the LoRA of a patch away; a model without another one has its plain layers again."""
+    """Remove the LoRA of a patch; without other adapters the model has plain layers again."""
     if set(transformer.peft_config) != {name}:
         transformer.delete_adapters(name)
     elif hasattr(transformer, "unload_lora"):

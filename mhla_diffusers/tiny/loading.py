@@ -1,4 +1,4 @@
-"""Load the tiny pipelines that ship with the package, once their files are checked to be whole."""
+"""Load the tiny pipelines that ship with the package, after checking their files."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""What can be tried, and what is tried next: a function of what is known, so that a run can go on after a stop."""
+"""Candidates, and which to try next: a function of the trials so far, so a stopped run can resume."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -73,7 +73,7 @@ class Candidate:
                     yield Candidate(tuple(values[at] for values, at in zip(LADDERS.values(), places, strict=True)))
 
     def cost(self, steps: int, layers: int) -> float:
-        """Estimate the share of attention's pairs that a call of so many steps and layers computes."""
+        """Estimate the share of attention's pairs that a call of ``steps`` steps and ``layers`` layers computes."""
         if (config := self.config) is None:
             return 1.0
         dense_steps = len(config.dense_steps(steps)) / steps
@@ -83,7 +83,7 @@ class Candidate:
 
     @contextmanager
     def applied(self, pipe: Any) -> Iterator[None]:
-        """Context in which a pipeline runs it; afterwards it is as it was."""
+        """Context in which a pipeline runs this candidate; restores it afterwards."""
         transformers = find_transformers(pipe).values()
         if self.config is not None:
             apply_mhla(pipe, self.config)

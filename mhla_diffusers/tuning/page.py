@@ -89,7 +89,7 @@ def _caption(number: int, trial: Trial) -> str:
 
 
 def _frontier(tuned: Tuned) -> str:
-    """Draw decibels over seconds of the first prompt, which all have; a line joins what nothing beats in both."""
+    """Plot dB over seconds of the first prompt; a line joins the best candidates."""
     own, target = tuned.trials[0].clips[0]["seconds"], tuned.target
     points = [
         (number, trial.clips[0]["seconds"], trial.clips[0]["psnr"], trial)

@@ -157,7 +157,7 @@ def _work(
     choose: Callable[[Sequence[Trial]], Candidate | None],
     rank: Callable[[Trial], tuple[bool, float]],
 ) -> Iterator[Trial]:
-    """Yield which trial to judge by its next prompt, until all is done or the time is over.
+    """Yield the trial to judge by its next prompt, until all are judged or time is up.
 
     Time for judging the best by the other prompts is kept back.
     """
@@ -218,7 +218,7 @@ def _judge(
 
 
 def _write_best(tuned: Tuned, family: str, model: str) -> None:
-    """Write the best patch as a file of a patch, or remove an earlier one where no patch is best."""
+    """Write the best candidate's patch file; remove an earlier one if no patch is best."""
     config = tuned.best.candidate.config
     if config is None:
         tuned.file.unlink(missing_ok=True)
