@@ -397,8 +397,8 @@ class CausalConfig(LinearConfig):
         if self.causal == "block" and grid[0] % length:
             unit = "latent frames" if len(grid) == 3 else f"tokens along the first of {len(grid)} axes"
             raise ValueError(
-                f"This call has {grid[0]} {unit}, but the patch needs whole frame blocks of {length}; use {length}, "
-                f"{2 * length}, {3 * length} and so on."
+                f"The patch takes whole frame blocks of {length} {unit}, but this call has {grid[0]}; allowed are "
+                f"{length}, {2 * length}, {3 * length} and so on."
             )
         if needed > trained and self.beyond == "error":
             raise ValueError(

@@ -97,8 +97,8 @@ def list_of_images(transformer: Any, arguments: Arguments) -> Grid:
     images, patch = arguments["x"], arguments.get("patch_size", 2)
     if isinstance(images[0], list):
         raise ValueError(
-            f"x has {len(images[0])} pictures per sample, but a patch supports one without reference pictures. Run "
-            "this pipeline without the patch: remove_mhla(pipe)."
+            f"x has {len(images[0])} pictures per sample, but a patch supports one, unlike Z-Image-Omni. Run this "
+            "pipeline without the patch: remove_mhla(pipe)."
         )
     sizes = {tuple(image.shape[1:]) for image in images}
     (frames, height, width), *others = sizes
@@ -300,8 +300,8 @@ def _grid_of_images(places: Tensor, indicator: Tensor, segments: Tensor) -> tupl
     fits = is_image[:, len(is_image[0]) - tokens :].all() & (is_image.sum(dim=1) == tokens).all()
     if grid is None or grid[0] > 1 or not (fits & (image == image[0]).all() & (own | (indicator == 0)).all()):
         raise ValueError(
-            "Each row must have text and then one image in raster order, all of one size. For packed samples, run "
-            "one at a time, or call remove_mhla(transformer)."
+            "Each row must have text and then one image in raster order, all of one size. Several samples packed "
+            "into a row cannot be patched: run one at a time, or call remove_mhla(transformer)."
         )
     return grid[1], grid[2]
 
@@ -315,7 +315,7 @@ def _grid_of_rows(places: Tensor, video: Tensor, times: Tensor) -> tuple[int, ..
     grid = _grid_of_places(generated.T)
     if grid is None or len(generated[:, 0].unique()) < grid[0]:
         raise ValueError(
-            "The sequence must end with one token grid in raster order, as MiniMax-H3's pipeline makes it. For "
-            "several videos in one sequence, run one at a time, or call remove_mhla(transformer)."
+            "The sequence must end with one token grid in raster order, as MiniMax-H3's pipeline makes it. Several "
+            "videos in one sequence cannot be patched: run one at a time, or call remove_mhla(transformer)."
         )
     return grid

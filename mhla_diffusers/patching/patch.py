@@ -433,7 +433,7 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     if isinstance(config, LinearConfig):
         if family.mhla is None:
             raise ValueError(
-                f"MHLA runs in SANA, DiT, Wan and models that share their attention, not in {kind}; use sparse "
+                f"MHLA runs in SANA, DiT and Wan, and in models that share their attention, not in {kind}; use sparse "
                 "attention: apply_mhla(model, density=0.1)."
             )
         if len(config.blocks) != family.axes:
