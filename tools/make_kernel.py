@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from mhla_diffusers.files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "mhla_diffusers"
 TEMPLATE = ROOT / "tools" / "kernel"
 """What a kernel has beside the operators: build file, card and ``__init__``."""
 
@@ -40,7 +39,7 @@ def make_kernel(folder: Path) -> None:
         shutil.copytree(
             ROOT / "mhla_diffusers" / "attention", sources / "attention", ignore=shutil.ignore_patterns("__pycache__")
         )
-        shutil.copy(ROOT / "mhla_diffusers" / "settings.py", sources)
+        shutil.copy(ROOT / "mhla_diffusers" / "errors.py", sources)
         shutil.copy(TEMPLATE / "__init__.py", sources)
         for file in (TEMPLATE / "build.toml", TEMPLATE / "README.md", ROOT / "LICENSE"):
             shutil.copy(file, kernel)
