@@ -1,4 +1,4 @@
-"""MHLA and sparse attention as functions: each makes a call of its arguments, checks it once and attends."""
+"""MHLA and sparse attention as functions; each checks its arguments once."""
 
 import logging
 import math
@@ -146,7 +146,7 @@ def sparse_attention(
     extra: Extra = (0, 0),
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Softmax attention to the blocks of keys that matter most, and to all others to second order.
+    """Exact softmax over the key blocks that matter most; the others are approximated to second order.
 
     Three parts, which :mod:`mhla_diffusers.attention.sparse` derives: the keys of listed blocks, the mean key and value
     of every other block, weighed by the spread of its keys too, and MHLA's states of these blocks, mixed by content.
@@ -189,7 +189,7 @@ def sparse_attention(
     grid = check_grid(grid)
     given = {"density": density, "block_size": block_size, "key_block_size": key_block_size, "order": order}
     if lists is not None and (both := [name for name, value in given.items() if value is not None]):
-        raise ValueError(f"lists say what {', '.join(both)} would choose; give one of the two.")
+        raise ValueError(f"lists and {', '.join(both)} cannot be combined; give one of them.")
     density = DEFAULT_DENSITY if density is None else density
     call = SparseCall(
         query=query,
@@ -231,7 +231,7 @@ def run(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
 
 
 def empty_output(call: MHLACall | SparseCall) -> torch.Tensor:
-    """The output of a call without a sample, head or channel: all that is learned gets a gradient, of zeros."""
+    """Output of a call with an empty axis; learned tensors still get a gradient, of zeros."""
     output = call.query + call.key + call.value
     if isinstance(call, MHLACall):
         for learned in (call.mixing, call.output_norm, call.output_gate, call.linear_weight):
@@ -263,7 +263,7 @@ def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
 
 
 def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
-    """The backend of a name, and for "auto" the best that can run the call."""
+    """Backend by name; "auto" chooses the best one that can run the call."""
     check_choice("backend", name, BACKENDS)
     feature_map = call.feature_map if isinstance(call, MHLACall) else "relu"
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
@@ -280,11 +280,11 @@ def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
 @cache
 def _say_eager(reason: str) -> None:
     """Warn, once per reason."""
-    logger.warning("Eager operations take the place of the Triton kernels: %s.", reason)
+    logger.warning("Running in PyTorch instead of the Triton kernels: %s.", reason)
 
 
 def check_causal(causal: str, grid: Shape) -> None:
-    """Ensure that a grid has such an order.
+    """Raise ValueError unless the grid fits the kind of causal attention.
 
     Raises:
         ValueError: another name, or "token" where a block is not a run of the sequence.
@@ -292,8 +292,8 @@ def check_causal(causal: str, grid: Shape) -> None:
     check_choice("causal", causal, get_args(Causal))
     if causal == "token" and math.prod(grid[1:]) > 1:
         raise ValueError(
-            f"causal='token' orders the tokens of a sequence, and the grid {grid} has several axes; give it as "
-            f"({math.prod(grid)},), or causal='block' for frames of which each is seen whole."
+            f"causal='token' needs a grid with one axis, got {grid}; give ({math.prod(grid)},), or causal='block' for "
+            "frames that are seen whole."
         )
 
 
@@ -303,7 +303,7 @@ def _described(x: Any) -> str:
 
 
 def check_call(call: MHLACall | SparseCall) -> None:
-    """Ensure that all of a call fits together, but for the number of its tokens."""
+    """Raise ValueError unless the arguments of a call fit together, apart from the number of tokens."""
     query: Any = call.query
     if not (isinstance(query, torch.Tensor) and query.ndim == 4 and query.is_floating_point()):
         raise ValueError(f"query must be a floating point tensor (B, N, H, D), got {_described(query)}.")
@@ -355,22 +355,20 @@ def check_call(call: MHLACall | SparseCall) -> None:
 def _check_values(
     name: str, x: torch.Tensor | None, allowed: Callable[[torch.Tensor], torch.Tensor], words: str
 ) -> None:
-    """Ensure that a tensor holds what is allowed, where reading it costs nothing."""
+    """Raise ValueError for values that are not allowed, if reading them costs nothing."""
     if x is not None and is_free_to_read(x) and x.numel() and not bool(allowed(x).all()):
         raise ValueError(f"{name} has values from {x.min():g} to {x.max():g}; it must {words}.")
 
 
 def _check_mhla(call: MHLACall) -> None:
-    """Ensure that settings are allowed, and that what the output is divided by is positive."""
+    """Raise ValueError for invalid settings of MHLA, or a normaliser that may be 0."""
     get_feature_map(call.feature_map)
     check_choice("rope", call.rope, ("after", "before"))
     if not (isinstance(call.eps, Real) and call.eps >= 0):
         raise ValueError(f"eps={call.eps!r} must be a number from 0 up, the floor of feature maps, such as 1e-6.")
     is_beside = call.linear_weight is not None or any(call.extra)
     if call.linear_weight is not None and call.causal is None and not any(call.extra):
-        raise ValueError(
-            "linear_weight weighs MHLA beside softmax, which only extra tokens and causal attention have; leave it out."
-        )
+        raise ValueError("linear_weight needs extra tokens or causal attention; leave it out.")
     _check_values("linear_weight", call.linear_weight, lambda x: x > 0, "be positive, as the exponential is")
     if is_beside:
         words = "not be negative beside softmax weights, as after mixing.clamp(min=0)"
@@ -379,13 +377,13 @@ def _check_mhla(call: MHLACall) -> None:
 
 
 def _check_sparse(call: SparseCall) -> None:
-    """Ensure that the lists and weights of a call fit its tensors."""
+    """Raise ValueError unless lists and weights fit the tensors."""
     check_choice("far", call.far, get_args(Far))
     wanted = call.pooled_bias is not None and call.far == "second-order"
     if (call.state_weight is not None) != wanted:
         raise ValueError(
-            "pooled_bias and state_weight are given both, or neither, and then fitted within the call; far='means' "
-            "has no state_weight."
+            "Give both pooled_bias and state_weight, or neither to have them fitted; with far='means' give no "
+            "state_weight."
         )
     lists = call.sparse
     if isinstance(lists, ContentRule):
@@ -404,30 +402,26 @@ def _check_sparse(call: SparseCall) -> None:
 
 
 def _check_place(call: MHLACall | SparseCall) -> None:
-    """Ensure that a call has the tokens of its grid, or causal ones of its beginning."""
+    """Raise ValueError unless a call has the tokens of its grid, or a causal call the first of them."""
     extra, tokens, grid = call.extra, call.query.shape[1], call.grid
     if isinstance(call, MHLACall) and call.causal is not None:
         check_causal(call.causal, grid)
         if any(extra):
-            raise ValueError(
-                f"extra={extra} does not go with causal={call.causal!r}, which attends to its own block with softmax "
-                "if linear_weight is given, and to earlier ones through their states."
-            )
+            raise ValueError(f"extra={extra} does not work with causal={call.causal!r}; leave one of them out.")
         if tokens > math.prod(grid):
             raise ValueError(
-                f"The sequence has N={tokens} tokens, more than the {math.prod(grid)} of the grid {grid}; give the "
-                "grid of a longer sequence, and for more blocks than were trained the mixing matrix that "
-                "extend_mixing() makes."
+                f"The sequence has N={tokens} tokens, more than the {math.prod(grid)} of the grid {grid}. Give a "
+                "longer grid, and for more blocks than trained a mixing matrix from extend_mixing()."
             )
         if call.causal == "block" and tokens not in (ends := frame_block_starts(grid, call.blocks)):
             raise ValueError(
-                f"With causal='block' a sequence ends behind a block of the first axis; allowed N on the grid {grid} "
-                f"with blocks={call.blocks} are {', '.join(map(str, ends[1:]))}, got {tokens}."
+                "With causal='block' a sequence must end with a whole block of the first axis; allowed N on the grid "
+                f"{grid} with blocks={call.blocks} are {', '.join(map(str, ends[1:]))}, got {tokens}."
             )
         return
     count = math.prod(grid)
     if count + sum(extra) != tokens:
         raise ValueError(
-            f"Token grid {grid} holds {count} tokens, but query has N={tokens} and extra={extra}; the grid must hold N "
-            "tokens without the extra ones before and after it."
+            f"Token grid {grid} has {count} tokens, but query has N={tokens} with extra={extra}; the grid must have N "
+            "tokens minus the extra ones."
         )

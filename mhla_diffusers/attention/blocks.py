@@ -59,7 +59,7 @@ def block_table(
 
 
 def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
-    """Most tokens of a run that lie in one block, counted in Python, as shapes are known where no tensor is."""
+    """Most tokens of a run in one block, counted in Python because shapes are known there."""
     ends = [list(accumulate(block_lengths(size, number))) for size, number in zip(grid, blocks, strict=True)]
     sizes: dict[tuple[int, ...], int] = {}
     for line in range(first // grid[-1], -(-(first + count) // grid[-1])):

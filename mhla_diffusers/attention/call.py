@@ -1,4 +1,4 @@
-"""What travels from an operator to the last kernel: one :class:`Call`, of MHLA or of sparse attention.
+"""The arguments of one attention, checked: a :class:`Call` of MHLA or of sparse attention.
 
 Block lists say which uniform blocks of keys (:mod:`.layout`, T of them on the grid) every head of every query block
 attends to with softmax: they are given, or found by a rule. Extra tokens (text in one sequence with an image, class and
@@ -42,7 +42,7 @@ def check_block_size(block_size: Any, name: str = "block_size") -> int:
 
 
 def check_denominator(feature_map: str, eps: float, normalize: bool, beside_softmax: bool, causal: str | None) -> None:
-    """Ensure that what a query divides by is positive.
+    """Raise ValueError if the normaliser of a query can be 0.
 
     Args:
         feature_map: of MHLA, as its eps and normalize.
@@ -56,24 +56,23 @@ def check_denominator(feature_map: str, eps: float, normalize: bool, beside_soft
     """
     if beside_softmax and not normalize:
         raise ValueError(
-            "normalize=False leaves no denominator to share with softmax weights, of extra tokens or of an own block "
-            "with own='softmax'; they need normalize=True."
+            "normalize=False does not work with extra tokens or own='softmax', whose softmax weights share the "
+            "denominator; use normalize=True."
         )
     if normalize and feature_map == "relu" and eps <= 0 and (beside_softmax or causal == "token"):
         raise ValueError(
-            f"eps={eps} lets a query of the relu feature map have nothing to divide by in MHLA beside softmax and with "
-            "causal='token'; it must be positive, such as 1e-6."
+            f"eps={eps} lets the relu feature map's normaliser be 0 here; it must be positive, such as 1e-6."
         )
 
 
 def list_length(density: float, blocks: int) -> int:
-    """Key blocks of every query block where all get as many: a part of T, and at least one."""
+    """Listed key blocks per query block at a density: at least one."""
     return max(1, round(density * blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformBlocks:
-    """How sparse attention cuts the tokens into blocks of queries and of keys.
+    """Sizes of the query blocks and key blocks of sparse attention.
 
     Raises:
         ValueError: sizes that are not positive or do not divide each other, or an unknown order.
@@ -128,7 +127,7 @@ class ContentRule(UniformBlocks):
         key_block_size: int | None = None,
         order: Order = "content",
     ) -> "ContentRule":
-        """Return the rule on a token grid, with block sizes that suit it where none are given.
+        """Return the rule for a token grid; block sizes that are None are chosen to fit it.
 
         They are the largest of 64, 32, 16, 8 and 4 tokens with at least 64 blocks of queries and 128 of keys, whose
         blocks are 32 at most. Keys have blocks below 16, which the fused kernels lack, only where queries have.
@@ -137,8 +136,8 @@ class ContentRule(UniformBlocks):
         if query is None:
             if key is not None:
                 raise ValueError(
-                    f"key_block_size={key} must divide block_size, and block_size=None fits the grid; give both, for "
-                    f"example block_size={2 * key}."
+                    f"key_block_size={key} needs block_size, which it must divide; give both, for example "
+                    f"block_size={2 * key}."
                 )
             query = next((size for size in _BLOCK_SIZES if tokens >= _LEAST_QUERY_BLOCKS * size), _BLOCK_SIZES[-1])
             smallest = 16 if query >= 16 else 4
@@ -147,7 +146,7 @@ class ContentRule(UniformBlocks):
         return cls(query, density, key_block_size=key or query, order=order)
 
     def listed_on(self, grid: Sequence[int]) -> float:
-        """Return the density on a token grid, where every query block lists as many whole key blocks, at least one."""
+        """Return the density on a token grid, after rounding to whole key blocks per query block, at least one."""
         blocks = block_count(grid, self.key_block_size)
         return list_length(self.density, blocks) / blocks
 
@@ -179,7 +178,7 @@ class BlockLists(UniformBlocks):
         if not (isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 4 and keys.shape[2]):
             got = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
             raise ValueError(
-                f"keys must be an int64 tensor (S, H, T, n) for T blocks, got {got}; a mask is for from_mask()."
+                f"keys must be an int64 tensor (S, H, T, n) for T blocks, got {got}; convert masks with from_mask()."
             )
         if self.key_blocks == 0:
             object.__setattr__(self, "key_blocks", self.blocks)
@@ -260,7 +259,7 @@ def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What MHLA and sparse attention have in common; their functions in :mod:`.api` describe the fields.
+    """Arguments that MHLA and sparse attention share; :mod:`.api` describes them.
 
     N tokens of the sequence, those of the grid in raster order between ``extra[0]`` tokens before and ``extra[1]``
     after them.
@@ -314,7 +313,7 @@ class MHLACall(Call):
 
     @property
     def own_blocks(self) -> slice:
-        """Numbers of the MHLA blocks that the call's tokens may lie in: the rows of the mixing matrix that it needs."""
+        """Indices of MHLA blocks that may contain the call's tokens, so rows of the mixing matrix that it needs."""
         if self.first == 0 and self.tokens == math.prod(self.grid):
             return slice(0, math.prod(self.blocks))
         return blocks_of_range(self.grid, self.blocks, self.first, self.tokens)

@@ -54,12 +54,12 @@ def causal_attention(call: MHLACall, backend: Backend) -> torch.Tensor:
 
 
 def has_own_part(call: MHLACall) -> bool:
-    """Whether the own frame block is attended to otherwise than through its states."""
+    """Whether attention within the own frame block is computed separately from the states."""
     return call.causal == "token" or call.linear_weight is not None
 
 
 def with_causal_mixing(call: MHLACall) -> MHLACall:
-    """A call whose mixing matrix holds what is seen alone, and whose masked keys still weigh something."""
+    """Return the call with a causal mixing matrix, and with tiny weights for masked keys."""
     mixing = causal_mixing(least_mixing(call.mixing), call.blocks, own=True)
     return replace(call, key_mask=least_mask(call), mixing=mixing)
 
@@ -126,7 +126,7 @@ def beside_earlier(call: MHLACall, own: Own, earlier: tuple[torch.Tensor, ...] |
 
 
 def own_block(call: MHLACall) -> Own:
-    """What every query takes from the keys of its block; with ``causal="token"`` from those that do not come after it.
+    """Attention of every query within its frame block; with ``causal="token"`` only to keys up to itself.
 
     Args:
         call: whose tokens begin with the grid, and may end before it does. With ``linear_weight`` the weights are
@@ -146,7 +146,7 @@ def own_block(call: MHLACall) -> Own:
 
 
 def block_runs(call: MHLACall) -> list[tuple[slice, slice]]:
-    """Frame blocks that follow each other and are equally long as far as the sequence goes, and their tokens."""
+    """Runs of consecutive frame blocks of equal length, up to the end of the sequence, and their tokens."""
     count = call.query.shape[1]
     starts = [min(start, count) for start in frame_block_starts(call.grid, call.blocks)]
     runs: list[tuple[slice, slice]] = []

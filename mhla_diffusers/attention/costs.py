@@ -9,7 +9,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """All that the cost of one self-attention depends on, for one sample and one forward."""
+    """Sizes that determine the cost of one self-attention, for one sample and one forward."""
 
     tokens: int
     """N, of the grid."""
@@ -129,5 +129,5 @@ class AttentionSizes:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights of softmax attention, written out in float32; a fused kernel holds next to none."""
+        """The attention matrix of softmax in float32, which a fused kernel does not store."""
         return _FLOAT32 * self.pairs

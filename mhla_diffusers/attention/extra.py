@@ -25,14 +25,14 @@ ROWS = 64
 
 
 def empty_lists(call: MHLACall) -> BlockLists:
-    """Return lists without a block of the grid: what softmax attends to are the extra tokens."""
+    """Return empty block lists, so that softmax covers only extra tokens."""
     blocks, heads = block_count(call.grid, ROWS), call.query.shape[2]
     keys = torch.empty(1, heads, blocks, 0, dtype=torch.int64, device=call.query.device)
     return BlockLists(ROWS, keys, 0)
 
 
 def linear_branch(call: MHLACall) -> MHLACall:
-    """Return MHLA over all blocks as it stands beside softmax: without norm and gate, its normaliser above 0."""
+    """Return MHLA over all blocks for merging with softmax: without norm and gate, with a positive normaliser."""
     mask = call.key_mask
     if mask is not None:
         mask = mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK)

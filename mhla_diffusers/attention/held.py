@@ -1,4 +1,4 @@
-"""Share of softmax attention's weight that block lists hold, for an audit."""
+"""Share of softmax attention's weight on listed blocks, for an audit."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ _DEVICE_NUMBERS = 2**26
 
 
 def weight_held(call: SparseCall, count: int, shift: int) -> torch.Tensor:
-    """Part of softmax attention's weight that the lists of a call hold, extra tokens counted with them.
+    """Share of softmax attention's weight on a call's listed blocks and extra tokens.
 
     Args:
         call: the call.

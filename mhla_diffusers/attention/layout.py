@@ -39,8 +39,7 @@ def check_extra(extra: Any) -> Extra:
     """Return counts of extra tokens; ValueError unless they are two integers of at least 0."""
     if not (isinstance(extra, tuple | list) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
         raise ValueError(
-            f"extra={extra!r} must be two counts, how many tokens stand before and after those of the grid, for "
-            "example (0, 77)."
+            f"extra={extra!r} must be two counts of tokens, before and after the grid, for example (0, 77)."
         )
     return extra[0], extra[1]
 

@@ -120,7 +120,7 @@ def _weights(call: MHLACall) -> torch.Tensor | None:
 
 
 def _parts(x: torch.Tensor) -> Iterator[_Part]:
-    """Cut (B, b, L, H, D) into parts that are worked on one after another; where gradients are kept, one of all."""
+    """Cut (B, b, L, H, D) into parts that are processed in turn; a single part if gradients are needed."""
     batch, blocks, length, heads, head_dim = x.shape
     if torch.is_grad_enabled() or x.device.type != "cpu":
         yield slice(0, blocks), slice(0, length)

@@ -1,4 +1,4 @@
-"""Two attentions under one denominator: their outputs weighed by the sums of their weights, known by logarithms.
+"""Merge two attentions under one denominator, given the logs of theirs.
 
 With LSE the logarithm of one sum and λ · normaliser the other, w = σ(LSE − log(λ · normaliser)) is the part of the
 first, and the merged output is w · first + (1 − w) · second.

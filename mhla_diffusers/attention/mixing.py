@@ -80,8 +80,8 @@ def extend_mixing(mixing: torch.Tensor, blocks: Sequence[int], count: int) -> to
     rows, side = blocks[0], math.prod(blocks[1:])
     if rows < 2 or count < rows:
         raise ValueError(
-            f"A mixing matrix for blocks={tuple(blocks)} cannot be carried on to {count} along the first axis; it "
-            "needs at least 2 of its own, and as many are the least that can be wanted."
+            f"A mixing matrix for blocks={tuple(blocks)} cannot be extended to {count} blocks along the first axis; "
+            "it needs at least 2 there, and count must be at least as many."
         )
     device = mixing.device
     by_place = mixing.unflatten(-1, (rows, side)).unflatten(-3, (rows, side)).movedim(-2, -3)

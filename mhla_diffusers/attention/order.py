@@ -1,4 +1,4 @@
-"""Keys sorted by content, so that a block of the sparse branch holds keys that are alike and its mean stands for them.
+"""Sort keys by content, so that the keys of a block are similar and its mean represents them.
 
 Neighbours along the curve of :mod:`.layout` need not be alike. So every head of every sample sorts the keys of each
 stretch of the curve, and their values with them: a stretch is halved, and each half again down to one block, every time

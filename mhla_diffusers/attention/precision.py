@@ -1,4 +1,4 @@
-"""What sums are kept in, and what keeps divisions finite."""
+"""Dtypes of sums, and constants that keep divisions finite."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

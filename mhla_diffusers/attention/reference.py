@@ -51,7 +51,7 @@ def reference_weights(call: MHLACall | SparseCall, rows: torch.Tensor | None = N
 
 
 def _linear(call: MHLACall, mask: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights among the grid's tokens, and what they are divided by: (B, H, N, N) each, or of some rows."""
+    """Weights among the grid's tokens, and their normalisers: (B, H, N, N) each, or some rows of it."""
     phi, mixing = get_feature_map(call.feature_map), call.mixing.double()
     query, key, mask = (call.on_grid(x) for x in (call.query.double(), call.key.double(), mask))
     rotary = None if call.rotary is None else (call.on_grid(call.rotary[0]), call.on_grid(call.rotary[1]))
@@ -72,7 +72,7 @@ def _linear(call: MHLACall, mask: torch.Tensor, rows: torch.Tensor | None = None
 def _causal(
     call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights, what they are divided by, and what a query sees (:mod:`mhla_diffusers.attention.causal`).
+    """Weights, normalisers, and which keys a query sees (:mod:`mhla_diffusers.attention.causal`).
 
     Args:
         call: the call.
@@ -100,7 +100,7 @@ def _causal(
 def _beside_extra(
     call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, and what they are divided by, of the whole sequence, where extra tokens take part with softmax.
+    """Weights and normalisers of the whole sequence, with softmax for extra tokens.
 
     Args:
         call: the call.

@@ -1,4 +1,4 @@
-"""Sparse attention: softmax over listed blocks of keys; all other blocks take part by their means, spread and states.
+"""Sparse attention: softmax over listed key blocks; the others are approximated from means, spread and states.
 
 For a query of head h in block a, q its scaled query q/√D after RoPE, R the tokens of its listed blocks and all extra
 tokens, and for every other block c of n_c tokens the mean key k̄_c and value v̄_c::
@@ -61,7 +61,7 @@ _KERNEL_ROWS = 32
 
 
 def sparse(call: SparseCall) -> torch.Tensor:
-    """Attend to listed blocks, and to all others by their means, spread and states.
+    """Attend to listed blocks, and approximate the others from means, spread and states.
 
     A query that attends to nothing gets 0.
 
@@ -157,7 +157,7 @@ def key_block_of_tokens(call: Call, blocks: UniformBlocks) -> torch.Tensor:
 
 
 class Pooled(NamedTuple):
-    """What stands for blocks of the grid."""
+    """Means, spread and weights that represent the grid's blocks."""
 
     query: torch.Tensor
     """Mean of the scaled queries of every block, (B, H, T, D), regardless of the mask of keys."""
@@ -198,9 +198,9 @@ def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:
 
 
 def log_gain(variance: torch.Tensor, log_count: torch.Tensor) -> torch.Tensor:
-    """Logarithm of how many times n exp(q̄ · k̄) a block of n keys weighs, by the variance s of its scores.
+    """Log of a block's softmax weight relative to n exp(q̄ · k̄), for n keys whose scores have variance s.
 
-    The mean of exponentials of Gaussian scores is exp(½ s), but that of n scores is no more than the largest of them,
+    The mean of exponentials of Gaussian scores is exp(½ s), but that of n scores cannot exceed the largest of them,
     which grows with √(2 s log n). So s / (1 + √(1 + s / t)) with t = 2 log n, which is ½ s where s is small and √(t s)
     where it is large.
 
@@ -219,7 +219,7 @@ def _block_means(share: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]
 
 
 def stretch_states(pooled: Pooled, value: torch.Tensor, per_stretch: int) -> torch.Tensor:
-    """Mean state S̄ of every stretch of so many blocks: (B, H, stretches, D, D), keys' channels first.
+    """Mean state S̄ of every stretch: (B, H, stretches, D, D), keys' channels first.
 
     Args:
         pooled: of the blocks.
@@ -258,7 +258,7 @@ def content_mixing(logits: torch.Tensor, lists: torch.Tensor, per_stretch: int) 
 
 
 def with_lists(call: SparseCall) -> SparseCall:
-    """Find what the call leaves to its queries and keys: the lists of a rule, β and γ."""
+    """Compute the parts of a call that depend on queries and keys: lists, β and γ."""
     with torch.no_grad():
         return _attend(call)[0]
 
@@ -311,7 +311,7 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
 
 
 def choose_by_content(rule: ContentRule, pooled: Pooled, far: Far) -> torch.Tensor:
-    """For every query block as many key blocks, those that means, spread and states stand for worst.
+    """Choose, for every query block, the key blocks that means, spread and states approximate worst.
 
     That is a block's weight, times what is left out of it. Means leave out terms of first order, which grow with the
     root of the variance of its scores: with them key block c is judged by q̄_a · k̄_c + ½ log s_ac. To second order terms
@@ -332,7 +332,7 @@ def choose_by_content(rule: ContentRule, pooled: Pooled, far: Far) -> torch.Tens
 
 
 def _fitted(call: SparseCall, query: torch.Tensor, rows: Rows, bias: torch.Tensor, parts: _Parts) -> SparseCall:
-    """The call with the β and γ that bring some of its queries closest to softmax attention over all keys.
+    """Return the call with β and γ fitted on some of its queries, against softmax over all keys.
 
     Args:
         call: the call.

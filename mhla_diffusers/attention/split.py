@@ -1,4 +1,4 @@
-"""MHLA of a sequence that is split over processes: one all-reduce of the block states.
+"""MHLA with tokens split over processes: one all-reduce of the block states.
 
 Each process holds consecutive tokens, as diffusers' context parallelism gives them, and adds what they contribute to
 the KV states and key sums of all blocks. The sums are those of one process, so each can mix and read them by itself::
@@ -50,7 +50,7 @@ def attend_split(call: MHLACall, group: dist.ProcessGroup, backend: str = "auto"
     is_given = {"causal": call.causal is not None, "extra": any(call.extra), "key_mask": call.key_mask is not None}
     if refused := [name for name, given in is_given.items() if given]:
         raise ValueError(
-            f"MHLA whose tokens are split over processes takes no {' and no '.join(refused)}; run it in one process."
+            f"MHLA with tokens split over processes does not support {' or '.join(refused)}; run it in one process."
         )
     (first, count), tokens = share_of(math.prod(call.grid), group), call.query.shape[1]
     if tokens != count:

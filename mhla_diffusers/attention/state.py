@@ -1,4 +1,4 @@
-"""Causal MHLA of a sequence that goes on: what is kept of the past instead of its keys and values.
+"""Causal MHLA step by step: states of earlier frame blocks instead of keys and values.
 
 Of every frame block that is over (see :mod:`mhla_diffusers.attention.causal`) the KV states are kept, and of the one
 that is not, its state so far, or where the own block is attended to with softmax, its keys and values.
@@ -40,7 +40,7 @@ _KEPT = ("_closed", "_earlier", "_open", "_keys", "_values", "_weights", "_unsee
 
 
 class MHLAState:
-    """What a sequence has left behind, from which :meth:`step` goes on.
+    """State from earlier tokens, which :meth:`step` reads and updates.
 
     Equal to ``mhla_attention(..., causal=...)`` of the whole sequence up to rounding, wherever steps end: after any
     token, or with ``causal="block"`` after any frame block. With F frame blocks on the grid it keeps the KV states of
@@ -84,8 +84,8 @@ class MHLAState:
             raise TypeError(f"MHLAState got unknown arguments {', '.join(sorted(unknown))}.")
         if beyond == "relative" and (self.blocks[0] < 2 or self.grid[0] % self.blocks[0]):
             raise ValueError(
-                f"beyond='relative' carries on blocks of one length, at least two of them, but the first axis of the "
-                f"grid {self.grid} has {self.grid[0]} tokens in {self.blocks[0]} blocks."
+                "beyond='relative' needs at least two blocks of equal length, but the first axis of the grid "
+                f"{self.grid} has {self.grid[0]} tokens in {self.blocks[0]} blocks."
             )
         self.causal, self.beyond, self.backend = causal, beyond, backend
         self.mixing, self.settings = mixing, settings
@@ -188,7 +188,7 @@ class MHLAState:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def reorder(self, samples: torch.Tensor | Sequence[int]) -> None:
-        """Make the state that of other samples of the batch, as beam search does; ``samples`` are their numbers."""
+        """Select or repeat samples of the batch by index, as beam search does."""
         for name, tensor in self._tensors().items():
             setattr(self, name, tensor.index_select(0, torch.as_tensor(samples, device=tensor.device)))
 
@@ -206,20 +206,20 @@ class MHLAState:
         known = next((tensor for tensor in self._tensors().values() if tensor.ndim > 2), None)
         if known is not None and (known.shape[0], known.shape[1], known.shape[-1]) != (batch, heads, head_dim):
             raise ValueError(
-                f"This state is of a batch of {known.shape[0]} with {known.shape[1]} heads of {known.shape[-1]}, but "
-                f"query has {batch} with {heads} of {head_dim}. A sequence of other samples needs a state of its own, "
-                "or reset(); reorder() picks samples of this one."
+                f"This state has batch {known.shape[0]} and {known.shape[1]} heads of {known.shape[-1]}, but query "
+                f"has batch {batch} and {heads} heads of {head_dim}. Call reset() or use another state for other "
+                "samples; reorder() selects samples of this one."
             )
         if self.beyond == "error" and self.length + count > self._starts[-1]:
             raise ValueError(
-                f"After {self.length} tokens {count} more go beyond the {self._starts[-1]} tokens of the grid "
+                f"After {self.length} tokens, {count} more exceed the {self._starts[-1]} tokens of the grid "
                 f"{self.grid}. Give a longer grid (in a patch more blocks, or a larger block_length), or "
-                "beyond='relative' to go on as in its last block."
+                "beyond='relative'."
             )
         if self.causal == "block" and not self._ends_whole(count):
             raise ValueError(
-                f"With causal='block' steps are whole blocks of the first axis; after {self.length} tokens the next "
-                f"one has {self._place()[2]} tokens, and query has {count}."
+                f"With causal='block' a step is one whole block of the first axis; after {self.length} tokens the "
+                f"next has {self._place()[2]} tokens, but query has {count}."
             )
 
     def _ends_whole(self, count: int) -> bool:
@@ -241,7 +241,7 @@ class MHLAState:
         return hidden if self._unseen is None else hidden & self._unseen
 
     def _place(self, length: int | None = None) -> tuple[int, int, int]:
-        """Which frame block is open after so many tokens, how many it has, and how many it will have."""
+        """Index of the unfinished frame block, its tokens so far, and its final length."""
         starts, length = self._starts, self.length if length is None else length
         if length < starts[-1]:
             row = bisect_right(starts, length) - 1
@@ -250,7 +250,7 @@ class MHLAState:
         return self.blocks[0] + row, offset, starts[1]
 
     def _go_on(self, backend: Backend, call: MHLACall, keep: bool) -> torch.Tensor:
-        """The output, frame block after frame block, but for the begin of a sequence, which is one call.
+        """Output frame block by frame block; the beginning of a sequence is one call.
 
         Without ``keep`` what the last one leaves behind is not summed up.
         """
@@ -329,7 +329,7 @@ class MHLAState:
         return output.transpose(1, 2), log_sum.transpose(1, 2)
 
     def _keep(self, piece: MHLACall, states: torch.Tensor) -> None:
-        """The piece belongs to the past."""
+        """Add a piece to the state."""
         _, offset, length = self._place()
         self._open = states if self._open is None else self._open + states
         self.length += piece.query.shape[1]
@@ -337,7 +337,7 @@ class MHLAState:
             self._close(self._open[:, :, None])
 
     def _close(self, frame_blocks: torch.Tensor) -> None:
-        """Frame blocks (B, H, n, blocks of a frame block, D + normalize, D) are over, and none is open."""
+        """Append finished frame blocks (B, H, n, blocks of a frame block, D + normalize, D)."""
         closed = frame_blocks if self._closed is None else torch.cat([self._closed, frame_blocks], dim=2)
         too_many = closed.shape[2] - (self.blocks[0] - 1)
         if too_many > 0 and self.blocks[0] > 1:
@@ -347,7 +347,7 @@ class MHLAState:
         self._earlier = self._open = self._keys = self._values = self._weights = None
 
     def _keep_begin(self, backend: Backend, begin: MHLACall) -> None:
-        """The past that the begin of a sequence leaves."""
+        """State after the beginning of a sequence."""
         count = begin.query.shape[1]
         over = sum(start <= count for start in self._starts) - 1
         by_frame_block = backend.states(begin).unflatten(2, (self.blocks[0], -1))

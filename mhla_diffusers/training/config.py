@@ -78,8 +78,8 @@ class ObjectiveWeights(Settings):
         check(any(vars(self).values()), f"at least one weight of {', '.join(vars(self))} must be positive.")
         check(
             not self.transfer or not (self.diffusion or self.distillation),
-            "transfer trains single attentions, without a prediction; train it in a run of its own, and begin the next "
-            "run with its result: patch: outputs/transfer/result.",
+            "transfer cannot be combined with other objectives; train it in its own run, then start the next run "
+            "from its result: patch: outputs/transfer/result.",
         )
 
     def __str__(self) -> str:
@@ -203,14 +203,13 @@ class TrainingConfig(Settings):
         )
         check(
             self.base_dtype is None or (kind in ("mhla", "lora") and self.gradient_checkpointing),
-            f"base_dtype={self.base_dtype!r} is for weights that are not trained, and without gradient_checkpointing "
-            "the backward pass would keep each of them as it was converted to compute; use trainable: lora or mhla, "
-            "with gradient_checkpointing: true.",
+            f"base_dtype={self.base_dtype!r} needs frozen weights and gradient checkpointing; set trainable: lora or "
+            "mhla, and gradient_checkpointing: true.",
         )
         for name, is_set in (("ema_decay", self.ema_decay is not None), ("scheduler", self.scheduler == "cosine")):
             check(
                 self.optimizer != "schedulefree" or not is_set,
-                f"optimizer=schedulefree averages the weights at a constant rate and does not go with "
+                "optimizer=schedulefree averages the weights at a constant rate, so it does not work with "
                 f"{name}={getattr(self, name)!r}; remove one of the two.",
             )
 

@@ -84,8 +84,8 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: A
         for name, found in content_of_run(config).items():
             check(
                 found == state[name],
-                f"{name.capitalize()} is not what the run of {checkpoint} began with; put it back. Large files are "
-                "compared by size and time: copy weights with cp --preserve=timestamps.",
+                f"{name.capitalize()} has changed since the run of {checkpoint} started; restore it. Large files are "
+                "compared by size and time, so copy weights with cp --preserve=timestamps.",
             )
         transformer = NamedRun(config).transformer(with_weights=True)
     prepare_for_training(transformer, config)
@@ -184,8 +184,8 @@ class NamedRun:
             changed = [name for name, _ in cache.index.contents.items() ^ contents.items()]
             check(
                 not changed,
-                f"Files or captions in {self.data} are not those that this run has encoded, such as "
-                f"{', '.join(changed[:1])}. Put them back, or start a run in another output folder.",
+                f"Files or captions in {self.data} have changed since this run encoded them, such as "
+                f"{', '.join(changed[:1])}. Restore them, or start a run in another output folder.",
             )
             return cache
         state = _process_state()

@@ -131,7 +131,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     for kind in ("FSDP", "DEEPSPEED"):
         check(
             not parse_flag_from_env(f"ACCELERATE_USE_{kind}"),
-            f"accelerate is configured for {kind}, but every process trains a whole copy here; use "
+            f"accelerate is configured for {kind}, but weights are not sharded here; use "
             "finetune/accelerate/ddp.yaml, and for less memory trainable: lora with base_dtype and adamw8bit.",
         )
     check(
@@ -160,8 +160,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     )
     check(
         config.trainable != "mhla" or has_parameters(transformer),
-        "trainable='mhla' trains the patch's own parameters, and this patch has none, as sparse attention; choose "
-        "'attention', 'lora' or 'all'.",
+        "trainable='mhla' trains the patch's own parameters, but sparse attention has none; choose 'attention', "
+        "'lora' or 'all'.",
     )
     if has := lora_layers(transformer):
         rank = max(layer.lora_A[LORA].out_features for layer in has.values())
@@ -193,8 +193,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     for name, value, off in (("prompt_dropout", config.prompt_dropout, 0.0), ("guidance", config.guidance, 1.0)):
         check(
             value == off or data.empty is not None,
-            f"{name}={value} needs the empty prompt's conditioning, which the data lacks; encode the data with it, or "
-            f"set {name}: {off}.",
+            f"{name}={value} needs the empty prompt's conditioning, which the data lacks; encode the data again with "
+            f"it, or set {name}: {off}.",
         )
 
 
@@ -607,9 +607,9 @@ def _make_accelerator(config: TrainingConfig) -> Any:
     )
     check(
         accelerator.num_processes == launched_processes(),
-        f"WORLD_SIZE says that {launched_processes()} processes were launched, but accelerate has joined "
-        f"{accelerator.num_processes}, so each would train separately into {config.output}. Start them with accelerate "
-        "launch finetune/adapt.py …, or unset WORLD_SIZE to train with one process.",
+        f"WORLD_SIZE is {launched_processes()}, but accelerate joined {accelerator.num_processes} processes, so each "
+        f"would train separately into {config.output}. Start them with accelerate launch finetune/adapt.py …, or "
+        "unset WORLD_SIZE to train with one process.",
     )
     return accelerator
 

@@ -70,7 +70,7 @@ class RunFolder:
         if resume == "latest":
             chosen = checkpoints[-1] if checkpoints else None
         elif resume is not None and not (Path(resume) / _STATE).is_file():
-            raise FileNotFoundError(f"{resume} is no checkpoint; give outputs/…/checkpoints/step-…, or latest.")
+            raise FileNotFoundError(f"{resume} is not a checkpoint; give outputs/…/checkpoints/step-…, or latest.")
         else:
             chosen = None if resume is None else Path(resume)
         if checkpoints and (chosen is None or step_of(chosen) < step_of(checkpoints[-1])):
@@ -190,8 +190,8 @@ def find_changes(folder: Path, state: Mapping[str, Any], run: Mapping[str, Any])
     refused = [f"{name}={new!r}, which was {old!r}" for name, old, new in found if name.split(".")[0] not in MAY_CHANGE]
     if refused:
         raise ValueError(
-            f"{folder} cannot be resumed with {'; '.join(refused[:4])}. Put that back, or begin a new run in another "
-            f"output folder with its result (patch: …/result). What may change: {', '.join(MAY_CHANGE)}."
+            f"{folder} cannot be resumed with {'; '.join(refused[:4])}. Restore them, or start a new run in another "
+            f"output folder from its result (patch: …/result). These may change: {', '.join(MAY_CHANGE)}."
         )
     return [f"{name}: {old} → {new}" for name, old, new in found]
 

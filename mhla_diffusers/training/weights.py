@@ -292,8 +292,8 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
     (patched,) = find_patched(transformer).values()
     if not patched.is_attached:
         raise ValueError(
-            "The transformer was patched with diffusers' own set_attn_processor, which keeps no record of a LoRA; "
-            "patch it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
+            "The transformer was patched with diffusers' own set_attn_processor, which does not record a LoRA; patch "
+            "it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
         )
     kinds: dict[bool, Weights] = {True: "mhla", False: "changed" if config.model is not None else "all"}
     before, patched.lora = patched.lora, LORA if lora_layers(transformer) else None

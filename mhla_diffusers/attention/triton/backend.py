@@ -46,7 +46,8 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
         return f"its kernels know the feature maps {', '.join(FEATURE_MAPS)} and not {feature_map!r}"
     if is_transformed():
         return (
-            "its kernels know neither forward-mode derivatives nor transforms of torch.func, and one of them is active"
+            "its kernels support neither forward-mode derivatives nor transforms of torch.func, and one of them is "
+            "active"
         )
     if (error := _import_error()) is not None:
         return f"its kernels cannot be imported ({error})"

@@ -76,7 +76,7 @@ def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def sparse(call: SparseCall) -> torch.Tensor:
-    """Attend to listed blocks, and to all others by their means, spread and states.
+    """Attend to listed blocks, and approximate the others from means, spread and states.
 
     Returns:
         (B, N, H, D) in the type of the query.
@@ -202,7 +202,7 @@ def _with_extra(call: MHLACall | SparseCall, rows: _Rows, output: torch.Tensor) 
 
 
 def own_block(call: MHLACall) -> Own:
-    """What a query takes from its own frame block, by lists that name all of it.
+    """Attention within the own frame block, by lists of all its blocks.
 
     MHLA within the own block, which causal attention by token has, is PyTorch operations on all devices.
     """
@@ -212,7 +212,7 @@ def own_block(call: MHLACall) -> Own:
 
 
 def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
-    """Attend within so many equally long frame blocks, each a sequence of its own."""
+    """Attend within frame blocks of equal length, each as its own sequence."""
     batch, _, heads, head_dim = call.query.shape
     device, is_causal = call.query.device, call.causal == "token"
     length = (tokens.stop - tokens.start) // count
@@ -296,7 +296,7 @@ def _norm_and_gate(call: MHLACall) -> tuple[torch.Tensor | None, torch.Tensor | 
 
 
 def _usable(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` itself if its channels lie side by side, as the kernels read them; else a copy."""
+    """Return ``x``, or a copy if its channels are not contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

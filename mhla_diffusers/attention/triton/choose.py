@@ -25,7 +25,7 @@ MOST_KEY_BLOCKS = 32_768
 SCORES_OF_A_THREAD = 16
 """With more, too few programs share a processor to hide the latency of each."""
 ALIGNMENT = tl.constexpr(16)
-"""Rows of scores begin at multiples of so many, so that they are read 16 bytes at a time."""
+"""Rows of scores begin at multiples of this, so that 16 bytes are read at a time."""
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 """Least variance of scores in a block, so that its logarithm is finite."""
 
@@ -179,7 +179,7 @@ def choose(query, key, variance, gain, weight, density, scale, grid, block_size,
     """
     blocks, key_blocks = block_counts(grid, block_size, extra)
     if key_blocks > MOST_KEY_BLOCKS:
-        raise ValueError(f"{key_blocks} key blocks, {MOST_KEY_BLOCKS} at most can be chosen from: take larger blocks")
+        raise ValueError(f"{key_blocks} key blocks are more than {MOST_KEY_BLOCKS}: take larger blocks")
     n, extra_blocks = list_length(density, key_blocks), blocks - key_blocks
     (groups, query_blocks, head_dim), width = query.shape, triton.cdiv(key_blocks, ALIGNMENT.value) * ALIGNMENT.value
     rows, columns = groups * query_blocks, max(32, triton.next_power_of_2(width))

@@ -1,4 +1,4 @@
-"""The mixing matrix that content gives MHLA's states, and what sampled queries read from the mixed states.
+"""The content-dependent mixing matrix of the states, and its output for sampled queries.
 
 States of stretches are made by :mod:`.prepare`, mixed by one product of PyTorch, and read by :mod:`.merge`.
 """

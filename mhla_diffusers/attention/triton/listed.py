@@ -25,7 +25,7 @@ _MANY = 4
 
 @triton.jit
 def tiles_of(count, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles of BLOCK_N keys a list of so many blocks is: parts of a block each, or several blocks each."""
+    """Number of tiles of BLOCK_N keys in a list; a tile is part of a block, or several blocks."""
     if BLOCK_SIZE >= BLOCK_N:
         return count * (BLOCK_SIZE // BLOCK_N)
     else:

@@ -18,8 +18,8 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
         def on_device(*arguments: Any) -> Any:
             if is_transformed():  # a custom operator would drop the tangents
                 raise NotImplementedError(
-                    "The Triton kernels of MHLA have no forward-mode derivative and know no transform of torch.func; "
-                    'use backend="eager" under torch.func.jvp, torch.autograd.forward_ad and their like.'
+                    "The Triton kernels support neither forward-mode derivatives nor transforms of torch.func; use "
+                    'backend="eager" under torch.func.jvp and the like.'
                 )
             device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -272,7 +272,7 @@ def query_gradient_kernel(
 
 
 class Reading(NamedTuple):
-    """Inputs of the operators; what stands in the order of the sequence has the N tokens that the query has."""
+    """Inputs of the operators; tensors in sequence order have the query's N tokens."""
 
     query: torch.Tensor
     """(B, N, H, D) of any strides but the last, 1; or rows (B, H, R, D), see PLACE."""

@@ -207,7 +207,7 @@ def ignore_interrupts(worker: int) -> None:
 
 
 def _read(data: TrainingData, indices: Sequence[int]) -> dict[str, torch.Tensor] | Exception:
-    """Read a batch; return the exception, because one raised in a worker would arrive as a traceback in text."""
+    """Read a batch; return an exception instead of raising it, because workers would send only its traceback's text."""
     try:
         return stack_samples([data[index] for index in indices])
     except (ValueError, OSError) as error:

@@ -136,7 +136,7 @@ class Clips(Settings):
         return replace(self, sizes=sizes)
 
     def _auto_size(self, usual: Clip) -> tuple[int, int]:
-        """Return the size whose area "auto" has."""
+        """Return the size whose area "auto" keeps."""
         _, _, size = str(self.sizes).partition(" ")
         return parse_size(size) if size else usual.sizes[0]
 

@@ -44,7 +44,7 @@ def encode_folder(
 
     Raises:
         FileNotFoundError: nothing to encode.
-        ValueError: missing captions, or captions that are no class of a DiT; sizes that the model cannot take; a cache
+        ValueError: missing captions, or captions that are not a class of the DiT; sizes that the model cannot take; a cache
             made with other settings; latents that are not finite; or no readable file.
         OSError: the folder cannot be written, or another run has it.
     """
@@ -147,7 +147,7 @@ def synthesize(
     empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
     check(
         bool(prompts) and not empty,
-        f"There must be prompts, none of them empty; empty: number {', '.join(empty) or 'none given'}.",
+        f"Prompts must not be missing or empty; empty: number {', '.join(empty) or 'none given'}.",
     )
     family = trained_family(pipe.transformer)
     names = [f"{number}: {prompt}" for number, prompt in enumerate(prompts)]
@@ -155,8 +155,8 @@ def synthesize(
     clips = _fitted(clips, model, family, pipe)
     check(
         len(clips.sizes) == 1 and len(clips.lengths) == 1,
-        f"frames={clips.frames} and sizes={clips.sizes}: all samples of a cache from prompts have one of each; "
-        "synthesize others into folders of their own.",
+        f"frames={clips.frames} and sizes={clips.sizes}: synthesized samples of one folder have one length and size; "
+        "synthesize others into other folders.",
     )
     clip = clips.longest(usual_clip(model, family))
     settings = {"frames": list(clips.lengths), "sizes": [list(clip.sizes[0])], "steps": steps}

@@ -91,7 +91,7 @@ def find_media(folder: Path) -> list[Media]:
             files of metadata.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder.")
+        raise FileNotFoundError(f"{folder} is not a folder.")
     files = visible_files(folder)
     media = {name: path for name, path in files.items() if path.suffix.lower() in _SUFFIXES}
     captions = _metadata(folder)
@@ -282,7 +282,7 @@ def _has_later(starts: Collection[int], number: int) -> bool:
 
 
 def _count_frames(file: Path, fps: float) -> int:
-    """Count the frames that a video has at a rate by the times of its packets, without decoding, or one less."""
+    """Count a video's frames at a rate from its packets' times, without decoding; may be one too few."""
     with opened_video(file) as (container, stream):
         shown = [packet.pts if packet.pts is not None else packet.dts for packet in container.demux(stream)]
         stamps = [time for time in shown if time is not None]

@@ -48,7 +48,7 @@ class Sources(Settings):
     def __post_init__(self) -> None:
         paths = [source.path for source in self.sources]
         for index, path in enumerate(paths):
-            check(path not in paths[:index], f"sources.{index}.path: {path!r} is an earlier source too.")
+            check(path not in paths[:index], f"sources.{index}.path: {path!r} is listed twice; remove one.")
         shares = [source.share for source in self.sources]
         check(
             None not in shares or not any(shares),

@@ -164,7 +164,7 @@ def summarize(
     Raises:
         FileNotFoundError: no such source or model, or nothing in it.
         ValueError: damaged metadata or index, no clips or such that the model cannot take or for a folder of latents,
-            captions that are no class of a DiT, or latents of another autoencoder.
+            captions that are not a class of the DiT, or latents of another autoencoder.
     """
     described = None if model is None else DataModel(model)
     if (Path(source) / INDEX_NAME).is_file():

@@ -31,17 +31,16 @@ def frames_together(transformer: Any) -> int | None:
     family = get_family(transformer)
     if type(transformer).__name__ not in family.times_per_frame:
         raise ValueError(
-            "A patch with causal='block' is trained with a time for every frame block, and "
-            f"{type(transformer).__name__} takes one for all frames; classes of its family {family.name!r} that take "
-            f"more are: {', '.join(family.times_per_frame) or 'none'}."
+            f"Training a patch with causal='block' needs a timestep per frame block, but {type(transformer).__name__} "
+            f"takes one for all frames; classes of the family {family.name!r} that take several: "
+            f"{', '.join(family.times_per_frame) or 'none'}."
         )
     attentions = family.self_attentions(transformer)
     others = [name for name in attentions if f"{name}.mhla" not in layers]
     if others:
         raise ValueError(
-            f"A patch with causal='block' is trained for frames that see no later ones, and {len(others)} of "
-            f"{len(attentions)} self-attentions see them: {', '.join(others)}. Patch with layers='all' and "
-            "causal='block'."
+            f"In a patch with causal='block' no frame may see later ones, but {len(others)} of {len(attentions)} "
+            f"self-attentions do: {', '.join(others)}. Patch with layers='all' and causal='block'."
         )
     (length,) = lengths
     return int(length or 0) * int(transformer.config.patch_size[0])
