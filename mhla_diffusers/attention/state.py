@@ -206,8 +206,8 @@ class MHLAState:
         known = next((tensor for tensor in self._tensors().values() if tensor.ndim > 2), None)
         if known is not None and (known.shape[0], known.shape[1], known.shape[-1]) != (batch, heads, head_dim):
             raise ValueError(
-                f"This state has batch {known.shape[0]} and {known.shape[1]} heads of {known.shape[-1]}, but query "
-                f"has batch {batch} and {heads} heads of {head_dim}. Call reset() or use another state for other "
+                f"This state is for a batch of {known.shape[0]} with {known.shape[1]} heads of {known.shape[-1]}, but "
+                f"query has {batch} with {heads} heads of {head_dim}. Call reset() or use another state for other "
                 "samples; reorder() selects samples of this one."
             )
         if self.beyond == "error" and self.length + count > self._starts[-1]:

@@ -173,7 +173,7 @@ def synthesize_command(
 
 
 def _log_lines() -> None:
-    """Show lines of the log: of several processes only those of the first, and what ends another one."""
+    """Show log lines of the first process, and errors that end another."""
     from ..devices import is_first_process
 
     logging.basicConfig(level=logging.INFO if is_first_process() else logging.CRITICAL, format="%(message)s")

@@ -137,7 +137,7 @@ class NamedRun:
             self._check_cache(LatentCache(self.data), usual.fps)
 
     def _check_cache(self, cache: LatentCache, fps: float) -> None:
-        """Raise unless latents are for this model and cut as configured; generate as most of the longest are."""
+        """Raise unless the latents fit the model and configuration; validate at the most common size of the longest."""
         described, clip = DataModel(self.model), self.config.clip
         cache.check_made_for(self.name, model_header(self.model, self.family), described.begins_with_picture)
         if clip is not None:

@@ -492,7 +492,7 @@ class Recipe:
         self.accelerator.wait_for_everyone()
 
     def _held_out_mean(self, summed: torch.Tensor) -> float:
-        """Return the mean over all held-out samples of losses that each process has summed over its own."""
+        """Average losses over all held-out samples, from each process's sums."""
         return float(self.accelerator.reduce(summed, reduction="sum")) / self.config.validation.samples
 
     def _check_end(self) -> None:
@@ -549,7 +549,7 @@ class Recipe:
         self.accelerator.wait_for_everyone()
 
     def _export_is_due(self) -> bool:
-        """Whether to export after this update; of a time the clock of the first process decides."""
+        """Whether to export after this update; intervals of time follow the first process's clock."""
         every = self.config.export_every
         if not isinstance(every, str):
             return every is not None and self.step % every == 0
@@ -570,7 +570,6 @@ class Recipe:
             self.accelerator.wait_for_everyone()
 
     def _say(self, words: str, *values: object) -> None:
-        """Log in the first process alone."""
         if self.is_first:
             logger.info(words, *values)
 

@@ -248,7 +248,7 @@ class Original:
                 layer._active_adapter = before
 
     def _swap(self) -> None:
-        """Exchange original and current values without writing, since a forward may still wait for its backward."""
+        """Swap original and current values without writing to them, since a backward may still be pending."""
         for name, parameter in self._transformer.named_parameters():
             plain = plain_name(name)
             if plain in self._values:

@@ -158,8 +158,8 @@ class LatentCache:
         """Identifies all samples, because the index holds the hash of every file."""
         check(
             bool(index.samples),
-            f"{self.folder} holds no samples: encoding stopped before saving any, or no file could be used. Repeat "
-            "the mhla encode or mhla synthesize command to continue.",
+            f"{self.folder} holds no samples: encoding stopped before saving any, or no file could be used. The same "
+            "mhla encode or mhla synthesize command goes on.",
         )
         self._files = sorted({sample.shard for sample in index.samples} | set(index.hashes))
         self._is_checked = torch.zeros(len(self._files), dtype=torch.bool).share_memory_()

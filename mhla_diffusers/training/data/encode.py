@@ -44,7 +44,7 @@ def encode_folder(
 
     Raises:
         FileNotFoundError: nothing to encode.
-        ValueError: missing captions, or captions that are not a class of the DiT; sizes that the model cannot take; a cache
+        ValueError: missing captions, or ones that are not a class of the DiT; sizes that the model cannot take; a cache
             made with other settings; latents that are not finite; or no readable file.
         OSError: the folder cannot be written, or another run has it.
     """
