@@ -96,7 +96,8 @@ def train(model: PooledViT, steps: int, seed: int) -> float:
         {"params": mixing, "weight_decay": 0.0, "lr": MIXING_RATE},
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=RATE)
-    register_mixing_clip(optimizer, model)
+    if mixing:
+        register_mixing_clip(optimizer, model)
     schedule = get_cosine_schedule_with_warmup(optimizer, int(WARM_UP * steps), steps)
     for step in range(steps):
         pixels, labels = draw_pictures(digits, BATCH, f"train {seed} {step}")

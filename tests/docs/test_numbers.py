@@ -191,7 +191,7 @@ def test_errors_by_density_are_those_of_the_study():
     assert len(rows) == 4
     for label, what, *errors in rows:
         measured = untrained(label.partition("(")[2].removesuffix(")").replace(",", ""))
-        ending = f", {what}"
+        ending = "" if what == "sparse" else f", {what}"
         expected = [float(measured[f"sparse {density}%{ending}"]["features"]) for density in DENSITIES]
         assert [float(x) for x in errors] == pytest.approx(expected, abs=0.00051), (label, what)
 
