@@ -106,7 +106,7 @@ REFUSED = [
     (CAUSAL | {"eps": 0.0}, r"eps=0\.0"),
     (SPARSE | {"block_size": 10**9}, "block_size=1000000000 .*1024"),
     (SPARSE | {"block_size": 64, "key_block_size": 24}, "key_block_size=24"),
-    (SPARSE | {"key_block_size": 32}, "block_size=None"),
+    (SPARSE | {"key_block_size": 32}, "key_block_size=32"),
 ]
 
 

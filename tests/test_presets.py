@@ -79,7 +79,7 @@ def test_bad_files_are_named(tmp_path, case):
 
 def test_unknown_patches_give_the_nearest_names_and_what_else_is_allowed(tmp_path):
     for name, words in (
-        ("zzz", "'zzz'. `mhla info`....yaml file...folder of a saved patch"),
+        ("zzz", "'zzz'. Give a name from `mhla info`....yaml file...folder of a saved patch"),
         ("faithfull", "'faithfull'; ...'faithful'"),
         ("outputs/first/resutl", "'outputs/first/resutl', and no such folder"),
         (str(tmp_path), f"{tmp_path}...load_mhla"),

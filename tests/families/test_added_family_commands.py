@@ -74,7 +74,7 @@ def test_encode(model, tmp_path):
         Image.new("RGB", (70, 80), (50 * number, 90, 120)).save(pictures / f"{number}.png")
         (pictures / f"{number}.txt").write_text("a cat")
     where = ("--model", model, "--source", pictures, "--output", tmp_path / "latents")
-    run("encode", *where, "--size", "64x64", "--workers", "0", "--precision", "no")
+    run("encode", *where, "--size", "64x64", "--workers", "1", "--precision", "no")
     index = json.loads((tmp_path / "latents" / "index.json").read_text())
     assert [sample["shape"] for sample in index["samples"]] == [[4, 8, 8]] * 2
 
