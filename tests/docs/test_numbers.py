@@ -89,7 +89,7 @@ def test_readme_repeats_what_is_counted_and_measured():
     for size, softmax, prototype in re.findall(r"one forward, (\S+) \| H100, \S+ \| ([\d,]+) \| (\d+) \|", readme):
         (row,) = [row for row in rows_of(H100[H100.index("480x800x81") :]) if row[-1] == prototype]
         assert softmax.replace(",", "") in re.search(r"softmax took (\d+) and (\d+) ms", H100).groups(), (size, row)
-    (cells,) = re.findall(r"one attention, 15,360 tokens.*?CPU threads \| ([\d,]+) \| (\d+) \| (\d+) \|", readme)
+    (cells,) = re.findall(r"one attention, 30,720 tokens.*?CPU threads \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", readme)
     assert list(cells) == [row[-1] for row in rows_of(RESULTS[RESULTS.index("| tokens N") :].partition("\n\n")[0])[2:]]
 
 
