@@ -115,7 +115,8 @@ def draw_growth(growth: Growth, file: Path) -> None:
         at = None if name == SOFTMAX else growth.crossing(name)
         if at is not None and at > tokens[0]:
             axis.axvline(at, linestyle=":", color=colour, linewidth=1)
-            axis.annotate(about(at), (at, 0), xycoords=axis.get_xaxis_transform(), color=colour, fontweight="bold")
+            place = at, 0.02 if name == MHLA else 0.08  # one above the other, since the curves may cross close together
+            axis.annotate(about(at), place, xycoords=axis.get_xaxis_transform(), color=colour, fontweight="bold")
     axis.set(xscale="log", yscale="log", xlabel="tokens N", ylabel="ms per attention")
     axis.set_xticks(tokens, [f"{n:,}" for n in tokens])
     axis.minorticks_off()
