@@ -34,7 +34,7 @@ class Check:
     case: str
     """Model and size."""
     tokens: int
-    """Of that size."""
+    """Tokens of the model's attention at that size."""
     timed_tokens: int
     """Tokens of the attention that was timed, fewer on a CPU."""
     device: str

@@ -323,7 +323,7 @@ def parse_json(text: str | bytes) -> Any:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise ValueError(f"{half} is half of a character, which no text holds; write the character itself") from error
+        raise ValueError(f"{half} is half of a surrogate pair; write the character itself") from error
     return value
 
 

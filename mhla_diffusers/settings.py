@@ -32,7 +32,7 @@ Positive = Annotated[Number, Field(gt=0)]
 PositiveInteger = Annotated[Integer, Field(gt=0)]
 Count = Annotated[Integer, Field(ge=0)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63)]
-"""Of torch's random generators."""
+"""Seed that torch's random generators accept."""
 
 _RULES = ConfigDict(extra="forbid", allow_inf_nan=False)
 _Path = tuple[str | int, ...]

@@ -313,10 +313,10 @@ def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
 def choose_by_content(rule: ContentRule, pooled: Pooled, far: Far) -> torch.Tensor:
     """Choose, for every query block, the key blocks that means, spread and states approximate worst.
 
-    That is a block's weight, times what is left out of it. Means leave out terms of first order, which grow with the
-    root of the variance of its scores: with them key block c is judged by q̄_a · k̄_c + ½ log s_ac. To second order terms
-    of third order are left out, and it is judged by q̄_a · k̄_c + g_ac + 3/2 log s_ac. A block without keys comes after
-    all others.
+    A block's error is its weight times the terms that its approximation omits. Means omit the terms of first order,
+    which grow with the root of the variance of the scores, so the score of key block c is q̄_a · k̄_c + ½ log s_ac.
+    Second order omits those of third order, so the score is q̄_a · k̄_c + g_ac + 3/2 log s_ac. A block without keys comes
+    last.
 
     Returns:
         int64 (B, H, T, list length), ascending within a list; at least one key block for every query block.

@@ -35,7 +35,7 @@ def finetune_command(
     config: Annotated[Path, typer.Argument(help="YAML file, for example one of finetune/configs.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=200.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help='"latest", which begins where there is no checkpoint, or the path of one.')
+        str | None, typer.Option(help='"latest", or the path of a checkpoint; "latest" starts anew without one.')
     ] = None,
 ) -> None:
     """Adapt a patched model; accelerate launch finetune/adapt.py takes the same arguments on several devices."""

@@ -71,7 +71,7 @@ def guided_prediction(
         transformer: which.
         batch: the input.
         guidance: scale; 1.0 for none.
-        empty: conditioning of the empty prompt, without a batch axis; without it there is no guidance.
+        empty: conditioning of the empty prompt, without a batch axis; None for no guidance.
     """
     conditional = predict(transformer, batch)
     if guidance == 1 or empty is None:

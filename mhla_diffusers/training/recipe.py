@@ -90,7 +90,7 @@ def train(
         transformer: with its original weights, or those of a loaded patch; patched if the configuration has a patch.
         data: samples; the last ``config.validation.samples`` are held out.
         config: settings.
-        resume: "latest", which begins where there is no checkpoint yet, or a checkpoint's path; None for a new run.
+        resume: "latest", which starts a new run if there is no checkpoint, or a checkpoint's path; None for a new run.
         sampler: called at every validation with the transformer and a folder to generate into.
 
     Raises:

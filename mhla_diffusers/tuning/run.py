@@ -90,7 +90,7 @@ def tune(
     family, device = get_family(transformer), next(transformer.parameters()).device
     check(
         family.computes == SOFTMAX,
-        f"The attention of {family.name!r} is {family.computes}, so there is no softmax to approximate; adapt MHLA "
+        f"The attention of {family.name!r} is {family.computes}, not softmax, so tune does not apply; adapt MHLA "
         "with mhla finetune instead.",
     )
     check(

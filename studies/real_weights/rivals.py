@@ -31,13 +31,13 @@ HERE = Path(__file__).parent
 PIXELS, CHANNELS, BLOCK = 1036, 64, 64
 """Photographs; channels of a head of DINOv2-S; tokens of a block of those that cut tokens evenly."""
 DENSITIES = (0.05, 0.15, 0.025)
-"""Of ours; the others list as many blocks as cost as much."""
+"""Densities of ours; the others list as many blocks as the same cost allows."""
 SHARES = (0.5, 0.7, 0.3)
-"""Of the estimated weight that SVG2 lists; its cost follows from them."""
+"""Shares of the estimated weight that SVG2 lists; they determine its cost."""
 TOKENS_PER_CLUSTER = 252, 76
-"""Of queries and of keys, as SVG2 clusters 75,600 tokens of Wan into 300 and 1,000."""
+"""Queries and keys per cluster; SVG2 clusters 75,600 tokens of Wan into 300 and 1,000."""
 ITERATIONS, LATER_ITERATIONS = 20, 2
-"""Of k-means, and those that a step costs which begins with the clusters of the step before."""
+"""Iterations of k-means, from scratch and from the clusters of the previous step."""
 PARTS = 4
 """Parts of a block whose means SubBlock scores, of queries and of keys."""
 

@@ -71,10 +71,10 @@ def test_a_rule_that_lists_everything_on_this_grid_is_softmax_attention():
     ("values_differ", "orders"), [(True, {"means": 1, "second-order": 2}), (False, {"means": 2, "second-order": 3})]
 )
 def test_the_error_falls_with_the_distance_of_keys_from_their_mean(values_differ, orders):
-    """Of two blocks of keys, to a power that is one higher for second order than for means.
+    """The power is one higher for second order than for means, with two blocks of keys.
 
     Where values differ within a block, what it adds is wrong; where they do not, its weight alone. Queries are all
-    alike, so the mean query mixes as each does; keys stand apart along one channel, so there is no covariance.
+    alike, so the mean query is exact; keys differ along one channel, so there is no covariance.
     """
     make = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 1, 8, generator=make, dtype=torch.float64).expand(1, 16, 1, 8)
@@ -98,7 +98,7 @@ def test_the_error_falls_with_the_distance_of_keys_from_their_mean(values_differ
 @pytest.mark.parametrize("far", ["second-order", "means"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_of_equal_keys_lose_nothing(backend, far):
-    """Their means stand for them, there is no spread, and states are 0."""
+    """Their means are exact, so spread and states are 0."""
     problem = make_sparse_problem((96,), 32, key_size=16, order="curve", batch=1, head_dim=16, far=far).to()
     problem.options["pooled_bias"].zero_()
     key = problem.tensors["key"][:, ::16].repeat_interleave(16, dim=1)

@@ -57,7 +57,7 @@ def test_nineteen_of_twenty_intervals_hold_the_mean_and_none_leaves_the_range():
     intervals = [mean_of(one) for one in samples]
     held = sum(one.low <= 0.5 <= one.high for one in intervals)
     assert 180 <= held <= 198
-    equal = torch.tensor([100.0] * 9 + [40.0], dtype=torch.float64)  # dB, of which 100 is the most
+    equal = torch.tensor([100.0] * 9 + [40.0], dtype=torch.float64)  # dB; 100 is the maximum
     assert 40 <= mean_of(equal).low <= mean_of(equal).high <= 100
     assert mean_of(equal[:1]) == (100, None, None)
 

@@ -400,10 +400,10 @@ def rows_gradient_kernel(
     """Gradient of one tensor (B, N, H, D) from those of a block of its rows, of their mean, of their variance by
     channel and of the mean state of their stretch, if they have these.
 
-    The token of every row stands in a table (G, R), or (R,) with ``table_group`` 0. Of a state Σ w (k - k̄) (v - v̄)ᵀ
-    with Σ w = 1 a key gets w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄): what goes through the means cancels, since
-    deviations add up to 0; and so it does of the variance Σ w (k - k̄)², of which a key gets 2 w ∂ (k - k̄). ``own`` are
-    the tensor's rows, ``others`` the values' rows where it is the key, and the keys' where the value.
+    A table (G, R), or (R,) with ``table_group`` 0, holds the token of every row. A state Σ w (k - k̄) (v - v̄)ᵀ with
+    Σ w = 1 gives a key w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄); the variance Σ w (k - k̄)² gives a key 2 w ∂ (k - k̄).
+    Gradients through the means cancel in both, since deviations add up to 0. ``own`` are the tensor's rows, ``others``
+    the values' rows where it is the key, and the keys' where the value.
     """
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = batch * heads + head

@@ -153,7 +153,7 @@ def summarize(
 ) -> DataSummary:
     """Summarize a folder of media, a YAML file of sources, or a folder of latents.
 
-    Media are read as :func:`~.encode.encode_folder` reads them, so what is left out here is left out there.
+    Media are read as by :func:`~.encode.encode_folder`, so both leave out the same files.
 
     Args:
         source: see :func:`~.sources.read_sources`, or a folder of ``mhla encode`` or ``mhla synthesize``.

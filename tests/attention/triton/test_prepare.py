@@ -19,7 +19,7 @@ from ..problems import relative_error
 from . import test_kernels as kernels
 
 DIFFERENTIABLE = 0, 1, 2, 4, 5, 6, 7
-"""Of what :func:`definition` returns; the last two have no gradient without states."""
+"""Names of what :func:`definition` returns; without states the last two have no gradient."""
 
 
 def definition(query, key, value, angles, key_mask, place, rows_of_keys):
