@@ -32,16 +32,10 @@ __all__ = [
 def lazy_names(
     package: str, names: Sequence[str], homes: Sequence[str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` for a package's ``__init__``.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its names from ``homes`` when they are used.
 
-    Import the names under ``if TYPE_CHECKING`` for type checkers, and define the two functions in its ``else``: with
-    ``__getattr__`` a type checker would accept every name, even misspelt ones.
-
-    Args:
-        package: its ``__name__``.
-        names: its ``__all__``.
-        homes: modules with these names, relative to the package, such as ".patching", fastest import first; the modules
-            are accessible too.
+    Define them in the ``else`` of ``if TYPE_CHECKING``: with them a type checker would accept every name. ``homes`` are
+    modules such as ".patching", fastest import first.
     """
 
     def get(name: str) -> Any:

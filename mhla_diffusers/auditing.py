@@ -55,18 +55,13 @@ class LayerAudit:
 
     @property
     def errors_of_heads(self) -> torch.Tensor:
-        """Relative error of every head over the run: (H,)."""
+        """(H,), relative, over the run."""
         return (self.errors.sum(dim=0) / self.squares.sum(dim=0)).sqrt()
 
     @property
     def errors_of_steps(self) -> torch.Tensor:
-        """Relative error of every step over the heads: (S,); NaN where the layer does not run."""
+        """(S,), relative, over the heads; NaN where the layer does not run."""
         return (self.errors.sum(dim=1) / self.squares.sum(dim=1)).sqrt()
-
-    @property
-    def change(self) -> float:
-        """Relative change of the transformer's output if only this layer is patched, √ :attr:`moves`."""
-        return math.sqrt(self.moves)
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class Audit:
             worst = int(layer.errors_of_heads.argmax())
             kept = ["-" if part is None else f"{part:.1%}" for part in (layer.density, layer.mass_kept)]
             row = [layer.name, f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"]
-            rows.append([*row, *(kept if has_lists else ()), f"{layer.change:.1%}"])
+            rows.append([*row, *(kept if has_lists else ()), f"{math.sqrt(layer.moves):.1%}"])
 
         errors, squares = (
             torch.stack([values.sum(dim=1) for values in parts]).sum(dim=0)
@@ -124,7 +119,7 @@ class Audit:
                 "error": layer.error,
                 "errors_of_heads": numbers(layer.errors_of_heads),
                 "errors_of_steps": numbers(layer.errors_of_steps),
-                "moves": layer.change,
+                "moves": math.sqrt(layer.moves),
                 "density": layer.density,
                 "mass_kept": layer.mass_kept,
             }
@@ -138,21 +133,10 @@ class Audit:
 def audit(model: Any, run: Callable[[], object]) -> Audit:
     """Measure the error of a patch per layer, head and step, and how much softmax weight its block lists cover.
 
-    ``run`` is called once with the patch enabled. Every patched self-attention and its original, with the same weights
-    and LoRA, are evaluated on the same input, and their inputs to the output projection are compared. The softmax
-    weight that block lists hold is measured on some queries. Then some of the calls are repeated with one layer patched
-    at a time, to measure how much it moves the transformer's output. The model is unchanged afterwards. A causal patch
-    is compared with attention that also sees later frames, which adds to its error.
-
-    Args:
-        model: a patched pipeline or transformer.
-        run: runs the model on typical inputs, for example ``lambda: pipe("a cat", num_inference_steps=4)``.
-
-    Returns:
-        The audit; print it to see where the error is.
-
-    Raises:
-        ValueError: if the model is not patched, its patch is disabled, or ``run`` did not reach every layer.
+    ``run`` is called once on typical inputs: ``lambda: pipe("a cat", num_inference_steps=4)``. Every patched
+    self-attention and its original are evaluated on the same input; then some forwards are repeated with one layer
+    patched at a time. A causal patch is compared with attention that also sees later frames, which adds to its error.
+    ValueError if the model is not patched, its patch is disabled, or ``run`` did not reach every layer.
     """
     running = {name: patched for name, patched in require_patched(model).items() if not patched.is_off}
     if not running:
@@ -257,11 +241,7 @@ class TransformerCall:
 
 
 def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
-    """Run something and keep the inputs of every forward of the transformers.
-
-    Raises:
-        ValueError: ``run`` is not a function, or did not reach a transformer, or a step cache is enabled.
-    """
+    """Run something and keep the inputs of every forward of the transformers; ValueError if it does not reach one."""
     if not callable(run):
         raise ValueError(
             f"run={run!r} must be a function without arguments that runs the model on typical inputs, such as "
@@ -343,15 +323,8 @@ def _measure_moves(patched: Patched, calls: Sequence[TransformerCall]) -> tuple[
 
 
 def write_audit(audit: Audit, folder: str | Path) -> list[Path]:
-    """Write ``audit.json`` and ``audit.png``, and return the files.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        OSError: the folder cannot be written.
-    """
-    require_matplotlib()
+    """Write ``audit.json`` and ``audit.png``, and return the files."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(audit.to_dict(), folder / "audit.json")
     return [folder / "audit.json", draw_audit(audit, folder / "audit.png")]
 

@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,9 +13,8 @@ from .benchmark.correctness import limit_of, operator_errors
 from .benchmark.counts import ATTENTION, count_forward
 from .benchmark.info import report
 from .benchmark.measure import Row, Runs, gather_conditions, time_interleaved
-from .benchmark.operator import FLASH, SOFTMAX_BACKENDS, flash_attention, softmax_attention, why_no_softmax
+from .benchmark.operator import softmax_runs
 from .config import PROFILES, USUAL_STEPS, SparseConfig
-from .files import write_json, write_text
 from .patching.describe import dense_in_words
 from .reporting import markdown_table, scaled
 
@@ -29,10 +26,9 @@ _CPU_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Check:
-    """What ``mhla check`` found; :meth:`to_dict` is ``check.json``, and printed it is ``check.md``."""
+    """What ``mhla check`` found; as text it is ``check.md``."""
 
     case: str
-    """Model and size."""
     tokens: int
     """Tokens of the model's attention at that size."""
     timed_tokens: int
@@ -57,26 +53,21 @@ class Check:
         return all(error <= self.limits[name] for name, error in self.errors.items())
 
     @property
-    def measured(self) -> dict[str, float]:
-        """Profile → how many times faster than the fastest softmax here one attention is."""
-        seconds = {row.variant: row.median for row in self.rows if row.median is not None}
-        softmax = min((value for name, value in seconds.items() if name.startswith("softmax")), default=math.nan)
-        return {name: softmax / seconds[name] for name in PROFILES if name in seconds}
-
-    @property
     def verdict(self) -> str:
         """Say whether sparse attention pays at this size."""
         if not self.is_correct:
             return "wrong here: do not use it on this machine, and please report check.md"
         default = next(iter(PROFILES))
-        factor = self.measured[default]
+        seconds = {row.variant: row.median for row in self.rows if row.median is not None}
+        softmax = min((value for name, value in seconds.items() if name not in PROFILES), default=math.nan)
+        factor = softmax / seconds.get(default, math.nan)
         if self.timed_tokens < self.tokens:
             return (
                 f"not decided on a CPU: over {self.timed_tokens:,} of {self.tokens:,} tokens, {default} is "
                 f"{factor:.1f}x as fast as the fastest softmax; counted, a forward is at most "
                 f"{self.bounds[default][0]:.2f}x as fast"
             )
-        gained = _times(self.share, factor)
+        gained = 1 / (1 - self.share + self.share / factor)  # Amdahl's law
         if gained < _WORTHWHILE:
             return (
                 f"leave it off at this size: with {default}, a forward of {self.case} is at most {gained:.2f}x as fast"
@@ -85,23 +76,6 @@ class Check:
             f"pays: {default} is {factor:.1f}x as fast as the fastest softmax, so a forward of {self.case} is at most "
             f"{gained:.2f}x as fast"
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return values for JSON."""
-        times = {row.variant: row.median if row.median is not None else row.reason for row in self.rows}
-        peaks = {row.variant: row.peak_bytes for row in self.rows if row.peak_bytes is not None}
-        tokens = {"tokens": self.tokens, "timed_tokens": self.timed_tokens}
-        facts = {"case": self.case, **tokens, "device": self.device, "dtype": self.dtype, "correct": self.is_correct}
-        return {
-            **facts,
-            "verdict": self.verdict,
-            "errors": self.errors,
-            "limits": self.limits,
-            "seconds": times,
-            "peak_bytes": peaks,
-            "bounds": {name: {"forward": one, "call": call} for name, (one, call) in self.bounds.items()},
-            "about": self.about.splitlines(),
-        }
 
     def __str__(self) -> str:
         worst = max(self.errors, key=self.errors.__getitem__)
@@ -137,15 +111,8 @@ def check(
 ) -> Check:
     """Check correctness and speed of sparse attention and MHLA on a device, for a model at a size.
 
-    Args:
-        model: a configuration that ``mhla info`` lists, such as "wan2.1-1.3b".
-        size: such as "480x832"; None for the model's first. A CPU times a part of its tokens.
-        frames: of a video.
-        device: "auto" for a GPU if there is one.
-        dtype: "bfloat16" on a GPU and "float32" on a CPU by default.
-
-    Raises:
-        ValueError: an unknown model, a size that it does not take, or a model whose attention is not softmax.
+    ``model`` is a name of `mhla info`, ``size`` such as "480x832", by default the model's first. A CPU times a part of
+    its tokens. ValueError for a size that the model does not take, or a model whose attention is not softmax.
     """
     place, kind, on_cpu = place_of(device, dtype)
     case = choose_cases([model], size and [size], None if frames is None else [frames], smallest=True)[0]
@@ -176,17 +143,11 @@ def _smaller(shape: Shape) -> Shape:
 
 def _runs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Runs:
     """Return softmax by every backend that may run here, and the sparse attention of each profile."""
-    inputs = shape.draw_inputs(device, dtype)
-    runs: Runs = {}
-    for backend in SOFTMAX_BACKENDS:
-        absent = why_no_softmax(backend, device, shape.tokens, shape.heads)
-        runs[Row(f"softmax {backend}", baseline=True)] = absent or partial(softmax_attention, backend, *inputs)
-    for package in FLASH:
-        runs[Row(f"softmax {package}", baseline=True)] = flash_attention(package, inputs)
+    inputs = query, key, value = shape.draw_inputs(device, dtype)
+    runs: Runs = {Row(name, baseline=True): run for name, run in softmax_runs(inputs).items()}
     for name, settings in PROFILES.items():
-        config = SparseConfig(**settings)
-        query, key, value = inputs
-        runs[Row(name)] = partial(sparse_attention, query, key, value, shape.grid, density=config.density)
+        density = SparseConfig(**settings).density
+        runs[Row(name)] = partial(sparse_attention, query, key, value, shape.grid, density=density)
     return {row: run if isinstance(run, str) else torch.no_grad()(run) for row, run in runs.items()}
 
 
@@ -199,17 +160,3 @@ def _bounds(case: Case) -> tuple[dict[str, tuple[float, float]], float]:
         left = sum(count_forward(case, config).values())
         bounds[name] = whole / left, config.call_speedup(whole, left, USUAL_STEPS)
     return bounds, plain[ATTENTION] / whole
-
-
-def _times(share: float, factor: float) -> float:
-    """Return the speedup of a whole when a share of it speeds up by a factor (Amdahl's law)."""
-    return 1 / (1 - share + share / factor)
-
-
-def write_check(found: Check, folder: Path) -> list[Path]:
-    """Write ``check.md`` and ``check.json`` to a folder, and return the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "check.md", folder / "check.json"]
-    write_text(str(found), files[0])
-    write_json(found.to_dict(), files[1])
-    return files

@@ -4,7 +4,6 @@ Commands import their dependencies when called, so that ``--help`` does not wait
 """
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from . import __version__
 from .benchmark.commands import bench
 from .demo.commands import demo
 from .evaluation.commands import app as evaluation
-from .generation.commands import GenerateCommand, generate_command
+from .generation.commands import generate_command
 from .generation.names import expand_options, patch_options, pipeline_options
 from .moved import where_it_went
 from .reporting import set_quiet
@@ -126,15 +125,16 @@ def check(
     frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU and float32 on a CPU by default.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for check.md and check.json.")] = Path("outputs/check"),
+    output: Annotated[Path, typer.Option(help="Folder for check.md.")] = Path("outputs/check"),
 ) -> None:
     """Does it work here, and does it pay: errors against float64, times beside every softmax, a verdict."""
     from .checking import check as run
-    from .checking import write_check
+    from .files import write_text
 
     found = run(model, size, frames, device, dtype)
     typer.echo(str(found))
-    typer.echo(f"written: {', '.join(map(str, write_check(found, output)))}; paste check.md into an issue")
+    write_text(str(found), output / "check.md")
+    typer.echo(f"Wrote {output / 'check.md'}, to paste into an issue")
     if not found.is_correct:
         raise typer.Exit(1)
 
@@ -172,7 +172,7 @@ def audit(
             typer.echo(f"Wrote {file}")
 
 
-app.command("generate", cls=GenerateCommand)(generate_command)
+app.command("generate")(generate_command)
 app.command("finetune")(finetune_command)
 app.command("export")(export_command)
 app.command("data")(data_command)
@@ -184,24 +184,18 @@ app.add_typer(evaluation, name="eval")
 app.add_typer(bench, name="bench")
 
 
-_NOT_FOR_USERS = {
-    "diffusers.models.modeling_utils": "should be kept in float32",
-    "diffusers.pipelines.pipeline_utils": "Expected types for id2label",
-    "diffusers.pipelines.wan.pipeline_wan": "has to be divisible by 1.",
-}
-"""Logger of diffusers → part of a warning that is irrelevant for users of a command: about its own casts, including to
-float32, about a DiT's labels, and about numbers of frames where the VAE keeps all frames.
-"""
+_NOT_FOR_USERS = ("should be kept in float32", "Expected types for id2label", "has to be divisible by 1.")
+"""Parts of warnings of diffusers: about its own casts, a DiT's labels, and frame counts where the VAE keeps all."""
 
 
-def _hide(part: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: part not in record.getMessage()
+def _is_for_users(record: logging.LogRecord) -> bool:
+    return not any(part in record.getMessage() for part in _NOT_FOR_USERS)
 
 
 def run() -> None:
     """Entry point: user errors are printed with their causes, and without a traceback unless it is asked for."""
-    for name, part in _NOT_FOR_USERS.items():
-        logging.getLogger(name).addFilter(_hide(part))
+    for name in ("models.modeling_utils", "pipelines.pipeline_utils", "pipelines.wan.pipeline_wan"):
+        logging.getLogger(f"diffusers.{name}").addFilter(_is_for_users)
     _wanted.clear()
     try:
         app()

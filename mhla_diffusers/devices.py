@@ -1,4 +1,4 @@
-"""Devices and floating-point types by user-facing names."""
+"""Devices, processes and floating-point types by user-facing names."""
 
 import os
 from collections.abc import Sequence
@@ -8,60 +8,37 @@ import torch
 
 FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by name."""
-_OTHER_SPELLINGS = {"float32": ("fp32", "no"), "bfloat16": ("bf16",), "float16": ("fp16",)}
 _PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+"""Names of accelerate."""
 
 
 def dtype_name(name: object, setting: str = "dtype", allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """Return the key of ``FLOAT_TYPES`` for a name such as ``bfloat16`` or ``bf16``, ``float32`` or ``no``.
+    """Return the key of ``FLOAT_TYPES`` for a name such as bfloat16 or bf16; no is float32, which YAML reads as False.
 
-    Args:
-        name: given name; False, because YAML reads ``no`` as False.
-        setting: name of the setting, such as "precision".
-        allowed: keys of ``FLOAT_TYPES``.
-
-    Raises:
-        ValueError: any other name.
+    ``setting`` names it in the ValueError for any but the ``allowed`` keys.
     """
-    given = "no" if name is False else name
     for key in allowed:
-        if given in (key, *_OTHER_SPELLINGS[key]):
+        if name in (key, _PRECISIONS[key]) or (key == "float32" and (name is False or name == "fp32")):
             return key
-    known = ", ".join(f"{key} (or {', '.join(_OTHER_SPELLINGS[key])})" for key in allowed)
+    known = ", ".join(f"{key} (or {_PRECISIONS[key]})" for key in allowed)
     raise ValueError(f"{setting}={name!r} is unknown; allowed: {known}.")
 
 
 def precision_name(name: object, allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """Return a type as accelerate names it: "no", "bf16" or "fp16".
-
-    Raises:
-        ValueError: as :func:`dtype_name`.
-    """
+    """Return a type as accelerate names it: "no", "bf16" or "fp16"; ValueError as :func:`dtype_name`."""
     return _PRECISIONS[dtype_name(name, "precision", allowed)]
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name; "auto" is a CUDA GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: no such device here.
-    """
+    """Return the device of a name, "auto" for a CUDA GPU if there is one; ValueError if it is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    available = ["cpu"]
-    if accelerator is not None:
-        available += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r} is unknown; torch sees here: {', '.join(available)}.") from error
-    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in available:
-        raise ValueError(
-            f"device={name!r} does not exist here; torch {torch.__version__} sees: {', '.join(available)}. "
-            "Use one of these or auto."
-        )
-    return device
+    count = torch.accelerator.device_count() if accelerator else 0
+    available = ["cpu", *(f"{accelerator.type}:{index}" for index in range(count) if accelerator)]
+    if name not in available and not (accelerator and name == accelerator.type):
+        raise ValueError(f"device={name!r} is not here; allowed: auto, {', '.join(available)}.")
+    return torch.device(name)
 
 
 def launched_processes() -> int:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _SMALL = 2**20
 """Bytes up to which a file is hashed to see whether it has changed; of a larger one size and time count."""
+
+# Writing; every function raises OSError with the file where it cannot
 
 
 @contextmanager
@@ -27,15 +28,12 @@ def written_aside(file: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, which replaces ``file`` at the end, or is removed on an error.
 
     It has the suffix of ``file``, because writers depend on it, and the process id, because two processes may write.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     aside = file.with_name(f".{os.getpid()}-{file.name}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_write(file, error.strerror) from error
+        raise _cannot_write(file, error.strerror) from error
     try:
         yield aside
         aside.replace(file)
@@ -43,41 +41,28 @@ def written_aside(file: Path) -> Iterator[Path]:
         # the error of a full disk lacks the file, or names the temporary one
         if error.errno is None or error.filename not in (None, str(aside)):
             raise
-        raise cannot_write(file, error.strerror) from error
+        raise _cannot_write(file, error.strerror) from error
     finally:
         aside.unlink(missing_ok=True)
 
 
-def cannot_write(file: Path, reason: object) -> OSError:
-    """Make the error of a file that cannot be written, such as on a full disk."""
+def _cannot_write(file: Path, reason: object) -> OSError:
     return OSError(f"Cannot write {file}: {reason}. Free some space, or choose another folder.")
 
 
 def write_text(text: str, file: Path) -> None:
-    """Write a text file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a text file."""
     with written_aside(file) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 def write_json(result: Any, file: Path) -> None:
-    """Write a result as JSON.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a result as JSON."""
     write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", file)
 
 
 def write_checked_json(content: Mapping[str, Any], file: Path) -> None:
-    """Write named values as JSON with a hash of them, which :func:`read_checked_json` compares.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write named values as JSON with a hash of them, which :func:`read_checked_json` compares."""
     write_json({**content, "sha256": _json_hash(content)}, file)
 
 
@@ -86,16 +71,7 @@ def _json_hash(content: Any) -> str:
 
 
 def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, with the permissions of any new file.
-
-    Args:
-        tensors: name → tensor, contiguous and on the CPU.
-        file: where.
-        metadata: text beside the tensors.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write tensors, contiguous and on the CPU, as a safetensors file with the permissions of any new file."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -105,20 +81,12 @@ def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: M
         try:
             save_file(dict(tensors), aside, metadata=None if metadata is None else dict(metadata))
         except SafetensorError as error:  # a full disk, for example
-            raise cannot_write(file, error) from error
+            raise _cannot_write(file, error) from error
         aside.chmod(rights)  # safetensors writes its own temporary file, readable only by its owner
 
 
 def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder atomically: it is complete or absent whenever the process ends. Files are synced to disk first.
-
-    Args:
-        folder: created, or replaced.
-        write: writes the files into the folder that it gets.
-
-    Raises:
-        OSError: the files cannot be written; nothing remains.
-    """
+    """Create or replace a folder by what ``write`` puts into the one that it gets, complete or absent after a crash."""
     aside = folder.with_name(f".{folder.name}.aside")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -133,19 +101,13 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
     except OSError as error:
         if error.errno is None:  # of a file in it
             raise OSError(str(error).replace(str(aside), str(folder))) from error
-        raise cannot_write(folder, error.strerror) from error
+        raise _cannot_write(folder, error.strerror) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_writable(folder: Path) -> None:
-    """Create a folder and ensure that it is writable.
-
-    Raises:
-        OSError: it is not, with the reason.
-    """
-    if folder.is_file():
-        raise NotADirectoryError(f"The output {folder} is a file; give a folder.")
+    """Create a folder; OSError with the reason if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -157,14 +119,9 @@ def check_writable(folder: Path) -> None:
 
 @contextmanager
 def folder_for_results(folder: Path, lock: bool = True) -> Iterator[None]:
-    """Ensure that a folder is writable within the context; if it was created and stays empty, remove it again.
+    """Context with a writable folder, removed again if it was created and stays empty.
 
-    Args:
-        folder: of the results.
-        lock: let nobody else take the folder meanwhile; of several processes that share it one may.
-
-    Raises:
-        OSError: it is not writable, with the reason, or another run has it.
+    OSError if it is not writable, or if another run has it. Only one of several processes may ``lock`` it.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -192,10 +149,19 @@ def _locked(folder: Path) -> Iterator[None]:
         raise OSError(f"Another run is writing into {folder}. Wait for its end, or choose another folder.") from None
 
 
+# Telling whether files have changed
+
+
 def file_hash(path: Path) -> str:
     """Compute the SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_hash(file: Path, expected: str, noted_in: str) -> None:
+    """Raise ValueError unless a file has the hash that the file ``noted_in`` holds."""
+    if file_hash(file) != expected:
+        raise ValueError(f"{file} is damaged or was changed: its SHA-256 is not the one in {noted_in}.")
 
 
 def visible_files(folder: Path) -> dict[str, Path]:
@@ -212,14 +178,10 @@ def visible_files(folder: Path) -> dict[str, Path]:
     return {str(file.relative_to(folder)): file for file in sorted(found)}
 
 
-def content_of(path: Path) -> str | None:
-    """Identify the content of a file or folder, so that a change at the same path is noticed.
+def fingerprint(path: Path) -> str | None:
+    """Return a short hash of a file, or of a folder's visible files but Markdown; None if nothing is there.
 
-    The content of small files counts, and the size and time of large ones. In a folder hidden files and Markdown do not
-    count.
-
-    Returns:
-        A short hash; None if there is nothing at the path, which may be the id of a model on the Hub.
+    Of large files size and time count, not the content.
     """
     if path.is_dir():
         files = {name: file for name, file in visible_files(path).items() if file.suffix != ".md"}
@@ -236,12 +198,12 @@ def content_of(path: Path) -> str | None:
 
 
 def weights_of(folder: Path) -> str | None:
-    """Identify the weights in a folder, wherever it is copied to: by small files, and by 64 parts of each large one.
+    """Return a short hash of the weights in a folder, by 64 parts of each large file; None if there are none.
 
-    Returns:
-        A short hash; None if there are no weights, as where the folder is one on the Hub.
+    It stays the same where the folder is copied.
     """
-    digest, files = hashlib.sha256(), [x for x in visible_files(folder).values() if x.suffix in _WEIGHT_SUFFIXES]
+    digest = hashlib.sha256()
+    files = [file for file in visible_files(folder).values() if file.suffix in (".safetensors", ".bin")]
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
@@ -252,33 +214,12 @@ def weights_of(folder: Path) -> str | None:
     return digest.hexdigest()[:16] if files else None
 
 
-def check_hash(file: Path, expected: str, noted_in: str) -> None:
-    """Raise unless a file still has its recorded hash.
-
-    Args:
-        file: to check.
-        expected: from :func:`file_hash`.
-        noted_in: name of the file that holds the hash.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: its content has changed.
-    """
-    if file_hash(file) != expected:
-        raise ValueError(f"{file} is damaged or was changed: its SHA-256 is not the one in {noted_in}.")
+# Reading; every function raises OSError where there is no file, and ValueError with its name where it is damaged
 
 
 def read_text(file: Path) -> str:
-    """Read a text file, with or without a byte order mark.
-
-    Raises:
-        FileNotFoundError: no such file.
-        IsADirectoryError: it is a folder.
-        ValueError: it is not UTF-8 text.
-    """
-    if file.is_dir():
-        raise IsADirectoryError(f"{file} is a folder; give a file.")
-    if not file.is_file():
+    """Read a text file, with or without a byte order mark."""
+    if not file.exists():
         raise FileNotFoundError(f"There is no {file}.")
     try:
         return file.read_text(encoding="utf-8-sig")
@@ -287,44 +228,18 @@ def read_text(file: Path) -> str:
 
 
 def read_lines(file: Path) -> list[str]:
-    """Read the lines of a text file that are not empty, without white space around them.
-
-    Raises:
-        OSError: no such file, or a folder.
-        ValueError: it is not UTF-8 text.
-    """
+    """Read the lines of a text file that are not empty, without white space around them."""
     # not splitlines(), which also splits at characters that a sentence may contain, such as U+2028
     return [line.strip() for line in read_text(file).split("\n") if line.strip()]
 
 
 def read_json(file: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is damaged, or a key is given twice.
-    """
+    """Read a JSON file."""
     text = read_text(file)
     try:
-        return parse_json(text)
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{file} is not a readable JSON file: {str(error).rstrip('.')}.") from error
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; ValueError if it is damaged, a key is given twice, or a text is half of a character's escapes."""
-
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        check_unique([name for name, _ in pairs], "the key")
-        return dict(pairs)
-
-    value = json.loads(text, object_pairs_hook=unique)
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise ValueError(f"{half} is half of a surrogate pair; write the character itself") from error
-    return value
 
 
 def check_unique(names: Sequence[str], what: str) -> None:
@@ -335,12 +250,7 @@ def check_unique(names: Sequence[str], what: str) -> None:
 
 
 def read_checked_json(file: Path) -> dict[str, Any]:
-    """Read what :func:`write_checked_json` wrote.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is damaged or was changed.
-    """
+    """Read what :func:`write_checked_json` wrote."""
     content = read_json(file)
     if not isinstance(content, dict) or content.pop("sha256", None) != _json_hash(content):
         raise ValueError(f"{file} is damaged or was changed: its content does not fit its SHA-256.")
@@ -348,44 +258,33 @@ def read_checked_json(file: Path) -> dict[str, Any]:
 
 
 def read_csv(file: Path) -> list[dict[str, str | None]]:
-    """Read the rows of a CSV file whose first line names the columns; a row may end early, with None for the rest.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: two columns of one name, an unclosed quotation mark, or a row with more values than columns.
-    """
+    """Read the rows of a CSV file whose first line names the columns; a row may end early, with None for the rest."""
     rows = csv.DictReader(StringIO(read_text(file)), strict=True)
     try:
-        check_unique(rows.fieldnames or (), f"{file}: the column")
         found = list(rows)
     except csv.Error as error:
         raise ValueError(
             f"{file} cannot be read up to line {rows.reader.line_num}: {error}. Close every quotation mark that a text "
             'begins with, and write one inside a text twice, "a ""b""".'
         ) from error
-    for number, row in enumerate(found, start=1):
-        if None in row:
-            columns = len(rows.fieldnames or ())
-            raise ValueError(
-                f"Row {number} of {file} has {columns + len(row[None])} values for {columns} columns; write a text "
-                'that holds a comma in quotation marks, "a, b".'
-            )
+    check_unique(rows.fieldnames or (), f"{file}: the column")
+    longer = next((number for number, row in enumerate(found, start=1) if None in row), None)
+    if longer is not None:
+        raise ValueError(
+            f"Row {longer} of {file} has more values than the {len(rows.fieldnames or ())} columns; write a text that "
+            'holds a comma in quotation marks, "a, b".'
+        )
     return found
 
 
 def read_json_lines(file: Path) -> list[Any]:
-    """Read a file with one JSON value per line; empty lines are skipped.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is empty or damaged, or a key is given twice; the message names the line.
-    """
+    """Read a file with one JSON value per line; empty lines are skipped, an empty file is refused."""
     values = []
     # not splitlines(), which also splits at characters that JSON may contain
     for number, line in enumerate(read_text(file).split("\n"), start=1):
         if line.strip():
             try:
-                values.append(parse_json(line))
+                values.append(json.loads(line))
             except ValueError as error:
                 raise ValueError(f"Line {number} of {file} is not JSON: {str(error).rstrip('.')}.") from error
     if not values:

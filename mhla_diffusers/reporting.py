@@ -38,25 +38,17 @@ _shown = {"quiet": False}
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
-    """Format a table with aligned columns, as wide as the terminal at most, or 80 without one.
+    """Format a table as wide as the terminal at most, or 80 without one; words, such as names, stay whole.
 
-    Texts that make it too wide continue on further lines, names do not, so that they can be copied.
-
-    Args:
-        header: names of the columns.
-        rows: texts of the cells.
-        right: right-align all columns but the first.
+    ``right`` aligns all columns but the first at the right.
     """
     lines = [list(header), *map(list, rows)]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     least = 0
     for index, column in enumerate(zip(*lines, strict=True)):
-        words = [cell.split() for cell in column]
-        longest = max(len(word) for cell in words for word in (*cell, ""))
-        is_name = all(len(cell) < 2 for cell in words)
-        table.add_column(
-            justify="right" if right and index else "left", no_wrap=is_name, min_width=longest, overflow="fold"
-        )
+        longest = max(len(word) for cell in column for word in (*cell.split(), ""))
+        is_name = all(len(cell.split()) < 2 for cell in column)  # for rich to take the room from other columns
+        table.add_column(justify="right" if right and index else "left", min_width=longest, no_wrap=is_name)
         least += longest + 2
     for line in lines:
         table.add_row(*map(Text, line))
@@ -82,20 +74,12 @@ def times(counts: Sequence[int] | None) -> str:
     return "x".join(map(str, counts)) if counts else "-"
 
 
-def parse_counts(text: str, name: str, example: str) -> tuple[int, ...]:
-    """Parse counts along axes, such as "7x3x5", the inverse of :func:`times`; ValueError with an example for others."""
-    parts = text.lower().split("x")
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{name}={text!r} is unknown; write for example {example}.")
-    return tuple(map(int, parts))
-
-
 def parse_size(text: str) -> tuple[int, int]:
-    """Parse height and width from "480x832", or from "512" for a square; ValueError for anything else."""
-    sides = parse_counts(text, "size", "480x832, height first, or 512 for a square")
-    if len(sides) > 2:
-        raise ValueError(f"size={text!r} has {len(sides)} numbers; write height and width, for example 480x832.")
-    return sides[0], sides[-1]
+    """Parse height and width from "480x832", or from "512" for a square."""
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise ValueError(f"size={text!r} is unknown; write 480x832, height first, or 512 for a square.")
+    return int(sides[0]), int(sides[-1])
 
 
 def from_to(ends: tuple[int, int] | None) -> str:
@@ -121,14 +105,7 @@ def mean_and_spread(values: Sequence[float], style: str) -> str:
 
 
 def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Path, name: str) -> str:
-    """Write a table as CSV and as Markdown.
-
-    Returns:
-        The Markdown.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
+    """Write a table as CSV and as Markdown, and return the Markdown."""
     text = io.StringIO()
     csv.writer(text).writerows([header, *rows])
     markdown = markdown_table(header, rows)
@@ -160,10 +137,7 @@ def show_loading(shown: bool) -> None:
     import transformers.utils.logging
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
-        if shown:
-            library.enable_progress_bar()
-        else:
-            library.disable_progress_bar()
+        (library.enable_progress_bar if shown else library.disable_progress_bar)()
 
 
 def shows_bars() -> bool:

@@ -13,15 +13,14 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from PIL import Image
 from typer.testing import CliRunner
 
 import mhla_diffusers
-from mhla_diffusers import SparseConfig, mhla_layers, save_mhla
+from mhla_diffusers import mhla_layers, save_mhla
 from mhla_diffusers.benchmark.cases import models as models_to_measure
 from mhla_diffusers.benchmark.info import print_any_patch, report
 from mhla_diffusers.cli import app, run
-from mhla_diffusers.config import patch_folder, patch_names
+from mhla_diffusers.config import patch_names
 from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.patching import PATCH_FILE
 from mhla_diffusers.reporting import require_matplotlib
@@ -59,22 +58,11 @@ def test_errors_name_extras_that_there_are(monkeypatch):
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     sources = "".join(file.read_text() for file in root.glob("mhla_diffusers/**/*.py"))
     named = re.findall(r"installing\(\W(\w+)\W\)", sources)
-    assert set(named) == {"demo", "eval", "quantize", "train", "video"} <= extras.keys()
+    assert set(named) == {"demo", "eval", "quantize", "video"} <= extras.keys()
     assert "mhla_diffusers[" not in sources, "which is not on PyPI"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'`pip install "\.\[demo\]"`'):
         require_matplotlib()
-
-
-@pytest.mark.parametrize("command", [(), ("generate",), ("bench", "op"), ("eval", "fid")])
-def test_help_has_a_short_name(command):
-    assert "Usage: " in mhla_here(*command, "-h")
-
-
-def test_an_argument_of_the_call_that_is_no_option_is_said_with_set(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    result = CliRunner().invoke(app, ["generate", "wan", "a seven", "--frames", "17"])
-    assert result.exit_code == 2 and "--set num_frames=" in result.output
 
 
 def test_info_on_one_patch():
@@ -95,29 +83,15 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     shown = capsys.readouterr().out
     count = sum(p.numel() for layer in mhla_layers(model).values() for p in layer.parameters())
     assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in " ".join(shown.split())
-    for words in ("someone/base", "changed", PATCH_FILE, "[2, 2, 3]"):
+    for words in ("someone/base", "changed", "[2, 2, 3]"):
         assert words in shown
-    shipped = patch_folder() / "tiny-wan-mhla"
     print_any_patch("tiny-wan-mhla")
     shown = capsys.readouterr().out
-    assert str(shipped) in shown
-    assert all(len(line) <= 80 for line in shown.splitlines() if str(shipped) not in line)
+    assert "[3, 4, 4]" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines() if "/" not in line)
     (tmp_path / PATCH_FILE).write_bytes(b"short")
     with refused(PATCH_FILE):
         print_any_patch(str(tmp_path))
-
-
-def test_info_counts_what_sparse_attention_costs(tmp_path):
-    path = tmp_path / "patch.yaml"
-    path.write_text("family: wan\nbase_model: a\ndescription: b\npatch: {density: 0.05}\n")
-    shown = mhla_here("info", "--patch", str(path))
-    summary = " ".join(shown.split("\n\n")[0].split())
-    assert "runs sparse attention, density 5.0%" in summary and "works untrained" in summary
-    (at_480p,) = [line for line in shown.splitlines() if line.startswith("wan2.1-1.3b 480x832x81")]
-    tokens, softmax, sparse, factor = (float(cell.replace(",", "")) for cell in at_480p.split()[-4:])
-    assert tokens == 32_760 and factor == pytest.approx(softmax / sparse, abs=0.05)
-    assert softmax == pytest.approx(4 * 32_760**2 * 128 * 12 / 1e9, abs=1)
-    assert sparse == pytest.approx(SparseConfig(density=0.05).sizes_on((21, 30, 52), 12, 128).flops / 1e9, abs=1)
 
 
 def test_info_as_a_report(tmp_path):
@@ -140,7 +114,6 @@ def test_info_as_a_report(tmp_path):
 
 def test_user_errors_have_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mhla", "info", "--patch", "wan2.1-t2v-1.3"])
-    monkeypatch.setattr("mhla_diffusers.cli._NOT_FOR_USERS", {})  # filters of this process that would stay
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 1
@@ -165,17 +138,6 @@ def test_an_error_tells_its_causes_and_where_it_comes_from_if_asked(monkeypatch,
     monkeypatch.setattr(sys, "argv", ["mhla", "--traceback", "info", "--report"])
     with pytest.raises(ValueError, match="it fails"):
         run()
-
-
-def test_modules_of_the_current_folder_are_found(tmp_path):
-    (tmp_path / "mine.py").write_text("raise ValueError('mine was found')")
-    for file in ("a.png", "b.png"):
-        Image.new("RGB", (8, 8)).save(tmp_path / file)
-    # -P: not by Python itself, as where mhla is a script elsewhere
-    command = [sys.executable, "-P", "-c", "from mhla_diffusers.cli import run; run()"]
-    command += ["eval", "fid", ".", ".", "--extractor", "mine:extract"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "mine was found" in ended.stderr
 
 
 def modules_after(script: str) -> set[str]:
@@ -230,7 +192,7 @@ def test_what_is_imported(script, imported, left_out):
 
 
 def test_names_of_lazy_packages_are_there():
-    for package in ("", ".generation", ".training"):
+    for package in ("", ".training"):
         module = importlib.import_module(f"mhla_diffusers{package}")
         for name in module.__all__:
             assert getattr(module, name).__name__ == name
@@ -239,7 +201,7 @@ def test_names_of_lazy_packages_are_there():
             module.__getattr__("apply_mlha")
 
 
-@pytest.mark.parametrize("package", ["", "generation", "training"])
+@pytest.mark.parametrize("package", ["", "training"])
 def test_type_checkers_see_the_names_of_lazy_packages(package):
     """Imported for them alone; and a ``__getattr__`` that they saw would let misspelt names pass."""
     tree = ast.parse(Path(mhla_diffusers.__path__[0], package, "__init__.py").read_text())

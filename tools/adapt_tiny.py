@@ -28,7 +28,7 @@ from mhla_diffusers.demo.adaptation import (
     variants,
 )
 from mhla_diffusers.files import write_json, write_tensors
-from mhla_diffusers.generation import load_result
+from mhla_diffusers.generation.pipelines import load_result
 from mhla_diffusers.patching import save_mhla
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
 from mhla_diffusers.tiny.loading import control_file, load_control, record_checksums

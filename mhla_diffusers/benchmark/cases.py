@@ -76,24 +76,21 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """A model with random weights at one size.
-
-    Raises:
-        ValueError: a size that the model does not take.
-    """
+    """A model with random weights at one size; ValueError for a size that it does not take."""
 
     model: Model
     height: int
     width: int
     frames: int | None = None
-    """Frames of a video; None for an image."""
+    """None for an image."""
     batch: int = 1
     layers: int | None = None
     """Number of layers to build, for counting; None for all."""
 
     def __post_init__(self) -> None:
         model = self.model
-        sides = ("height", self.height, self._step, 0), ("width", self.width, self._step, 0)
+        side = model.stride * model.patch
+        sides = ("height", self.height, side, 0), ("width", self.width, side, 0)
         for name, given, step, more in (*sides, ("frames", self.frames, model.temporal_stride, 1)):
             if given is not None and (given < max(1, step * (not more)) or (given - more) % step):
                 below = max(1 - more, (given - more) // step) * step + more
@@ -101,10 +98,6 @@ class Case:
                 raise ValueError(f"{name}={given} must be {multiple}; near it are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:
             raise ValueError(f"{model.name} takes square images only; got {self.height}x{self.width}.")
-
-    @property
-    def _step(self) -> int:
-        return self.model.stride * self.model.patch
 
     @property
     def family(self) -> Family:
@@ -129,7 +122,8 @@ class Case:
             config = SimpleNamespace(patch_size_t=model.temporal_patch)  # all that a family reads of it
             latents = self.family.latent_frames(config, self.frames, model.temporal_stride)
             frames.append(latents // model.temporal_patch)
-        return (*frames, self.height // self._step, self.width // self._step)[-len(model.blocks) :]
+        side = model.stride * model.patch
+        return (*frames, self.height // side, self.width // side)[-len(model.blocks) :]
 
     @property
     def shape(self) -> Shape:
@@ -141,11 +135,7 @@ class Case:
         return Shape(name, grid, blocks, model.heads, model.head_dim, block_size, rope=rope)
 
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """Build the transformer with seeded random weights, in eval mode.
-
-        Weights that diffusers keeps in float32 when it loads a model stay float32 here, and so do positions, which are
-        buffers.
-        """
+        """Build the transformer in eval mode with seeded random weights, and the float32 parts that diffusers keeps."""
         settings = self.family.class_settings(self.model, self.height, self.frames, self.layers)
         torch.manual_seed(0)
         with device:
@@ -188,12 +178,9 @@ def choose_cases(
     smallest: bool = False,
     batch: int = 1,
 ) -> list[Case]:
-    """Return every model at every size, such as "480x832" or "512", and number of frames.
+    """Return every model at every size, such as "480x832" or "512", and number of frames; by default the model's own.
 
-    The model's own are taken by default; with ``smallest`` the first of its sizes alone.
-
-    Raises:
-        ValueError: an unknown model, or a size that cannot be read or that the model does not take.
+    With ``smallest`` the first of its sizes alone. ValueError for an unknown model, or a size that it does not take.
     """
     cases = []
     known = models()

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..generation.names import expand_options, patch_options, read_prompts
-from ..settings import parse_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -17,12 +16,9 @@ _Models = Annotated[list[str] | None, typer.Option("--model", help="wan2.1-1.3b,
 _Sizes = Annotated[list[str] | None, typer.Option("--size", help="480x832, or 512 for a square; several times.")]
 _Frames = Annotated[list[int] | None, typer.Option(help="Of videos; several times.")]
 _Device = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
-_DType = Annotated[str | None, typer.Option(help="bfloat16 on a GPU and float32 on a CPU, unless you choose.")]
+_DType = Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")]
 _Output = Annotated[Path, typer.Option(help="Gets a folder for the device, with CSV and Markdown.")]
 _Seconds = Annotated[float, typer.Option(min=1e-9, help="Spent on each variant, as far as 3 to 30 repetitions allow.")]
-_Compile = Annotated[
-    bool | None, typer.Option(help="Time torch.compile too; on a GPU unless you decline, on a CPU only if you ask.")
-]
 _FOLDER = Path("outputs/benchmark")
 
 
@@ -36,50 +32,23 @@ def bench_operator(
     model: _Models = None,
     size: _Sizes = None,
     frames: _Frames = None,
-    grid: Annotated[
-        list[str] | None, typer.Option(help="Tokens per axis in place of a model, 64x64 or 21x30x50; several times.")
-    ] = None,
-    blocks: Annotated[
-        list[str] | None, typer.Option(help="MHLA blocks per axis of a grid, 4x4; several times.")
-    ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="H of a grid.")] = 12,
-    head_dim: Annotated[int, typer.Option(min=1, help="D of a grid.")] = 128,
     stage: Annotated[list[str] | None, typer.Option(help="forward or forward+backward; both if left out.")] = None,
     device: _Device = "auto",
     dtype: _DType = None,
-    compile: _Compile = None,
     seconds: _Seconds = 1.0,
     output: _Output = _FOLDER,
 ) -> None:
-    """One attention: MHLA and plain linear attention against softmax. Checks that MHLA is correct before timing it."""
-    from ..reporting import parse_counts
-    from .cases import BLOCK_SIZE, Shape, choose_cases
+    """One attention: MHLA, sparse and plain linear attention against softmax, checked against float64 first."""
+    from .cases import choose_cases
     from .measure import Results
     from .operator import STAGES, benchmark_operator
 
     place, precision, on_cpu = place_of(device, dtype)
-    if grid and not blocks:
-        raise ValueError(f"--grid {grid[0]} needs --blocks, such as {'x'.join(['4'] * len(grid[0].split('x')))}.")
-    if grid and (model or size or frames):
-        raise ValueError(f"--grid {grid[0]} replaces a model; leave --model, --size and --frames out.")
-    shapes = [
-        Shape(
-            f"grid {one}, {other} blocks, {heads} heads of {head_dim}",
-            parse_counts(one, "grid", "21x30x50"),
-            parse_counts(other, "blocks", "7x3x5"),
-            heads,
-            head_dim,
-            BLOCK_SIZE,
-        )
-        for one in grid or ()
-        for other in blocks or ()
-    ]
-    if not grid:
-        names = model or ["dit-xl-2" if on_cpu else "wan2.1-1.3b"]
-        shapes = [case.shape for case in choose_cases(names, size, frames, smallest=on_cpu)]
+    names = model or ["dit-xl-2" if on_cpu else "wan2.1-1.3b"]
+    cases = choose_cases(names, size, frames, smallest=on_cpu)
     results = Results("op", place, precision, output, seconds)
-    for shape in shapes:
-        benchmark_operator(shape, results, stage or STAGES, compile=not on_cpu if compile is None else compile)
+    for case in cases:
+        benchmark_operator(case.shape, results, stage or STAGES)
     results.finish()
 
 
@@ -91,7 +60,7 @@ def bench_transformer(
     batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
     device: _Device = "auto",
     dtype: _DType = None,
-    compile: _Compile = None,
+    compile: Annotated[bool | None, typer.Option(help="Time compiled blocks too; default: on a GPU.")] = None,
     seconds: _Seconds = 1.0,
     output: _Output = _FOLDER,
 ) -> None:
@@ -119,7 +88,6 @@ def bench_pipeline(
         typer.Option(help="A profile, a preset, a YAML file or a saved patch; several. Default: all profiles."),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: one of its own.")] = None,
-    layers: Annotated[str | None, typer.Option(help="That patches replace: all, 2/3 or [0, 2].")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
@@ -138,7 +106,7 @@ def bench_pipeline(
     choice = choose_pipeline(model, device=str(place), dtype=str(precision).removeprefix("torch."), settings=settings)
     results = Results("pipeline", place, precision, output)
     prompts = () if prompt_file is None else read_prompts(prompt_file)
-    changes = options["patch_settings"] | ({} if layers is None else {"layers": parse_yaml(layers, "--layers")})
+    changes = options["patch_settings"]
     benchmark_pipeline(choice, patch or (), results, prompts=prompts, changes=changes, repetitions=repetitions)
     results.finish()
 

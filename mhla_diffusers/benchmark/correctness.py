@@ -37,10 +37,8 @@ def why_no_triton(shape: Shape, device: torch.device, dtype: torch.dtype) -> str
 def operator_errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Compare MHLA, and sparse attention where it is measured, with the float64 reference, by every backend.
 
-    At full length, on sampled rows of the output and the gradients that they send back, with two heads at most.
-
-    Returns:
-        Attention, backend and tensor, such as "MHLA eager output" → relative error.
+    At full length, on sampled rows of the output and the gradients that they send back, with two heads at most. Returns
+    attention, backend and tensor, such as "MHLA eager output" → relative error.
     """
     shape = replace(shape, heads=min(_HEADS, shape.heads))
     torch.manual_seed(0)

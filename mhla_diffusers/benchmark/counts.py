@@ -24,15 +24,10 @@ PARTS = (ATTENTION, _PROJECTIONS, "cross-attention", "feed-forward", REST)
 
 
 def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig | None = None) -> dict[str, int]:
-    """Count the FLOPs of each part of one forward; the rest is what is left: embeddings, modulation, the last layer.
+    """Count the FLOPs of each part of one forward of an unpatched transformer, on the meta device as its inputs.
 
-    They are counted operator by operator, except for the self-attention of a patch, which follows from its sizes:
-    eager operations pad short blocks, kernels do not.
-
-    Args:
-        transformer: without a patch, on the meta device, where nothing is computed.
-        inputs: of its forward, there too.
-        config: of a patch whose self-attention is counted in place of the model's own, in every layer.
+    Operator by operator; the self-attention of a patch, counted in every layer in place of the model's own, follows
+    from its sizes: eager operations pad short blocks, kernels do not.
     """
     flops = dict.fromkeys(PARTS, 0)
     patched = 0
@@ -86,10 +81,8 @@ def count_forward(
 ) -> dict[str, int]:
     """Count the FLOPs of one forward by part, from those of one layer and of two, since all are alike.
 
-    A patch counts in the layers that ``config`` names; ``change`` is called with the transformer before.
-
-    Raises:
-        ValueError: a patch that does not fit the model or the size, or a size that the model does not take.
+    A patch counts in the layers that ``config`` names; ``change`` is called with the transformer before. ValueError for
+    a patch that does not fit the model or the size, or a size that the model does not take.
     """
     built, meta = case.layers or case.model.layers, torch.device("meta")
     found: list[dict[str, float]] = []

@@ -1,11 +1,7 @@
-"""A forward of a whole transformer with random weights: softmax against linear attentions.
-
-All variants share the weights that they have in common.
-"""
+"""A forward of a whole transformer with random weights: softmax against linear and sparse attention."""
 
 import copy
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -80,24 +76,19 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
         is_baseline = kind == (SOFTMAX if own_is_softmax else OWN)
         row = Row(name, case.name, FORWARD, is_baseline, reason=note, tokens=math.prod(case.grid), batch=case.batch)
         row = replace(row, blocks=blocks.get(kind), flops=flops(kind))
-        for compiled in (False, True) if compile else (False,):
-            run: Callable[[], object] | str = absent or ""
-            if compiled and backend is not None:
-                run = absent or "torch.compile chooses PyTorch's backend itself"
-            if not run:
-                changed = with_attention(case, transformer, kind)
-                for block in family.blocks_of(changed).values() if compiled else ():
-                    block.compile(dynamic=False)
-                run = partial(_forward, changed, inputs, backend)
-            runs[replace(row, variant=name + COMPILED) if compiled else row] = run
+        runs[row] = absent or partial(_forward, with_attention(case, transformer, kind), inputs, backend)
+        if compile and backend is None:
+            compiled = with_attention(case, transformer, kind)
+            for block in family.blocks_of(compiled).values():
+                block.compile(dynamic=False)
+            runs[replace(row, variant=name + COMPILED)] = partial(_forward, compiled, inputs, None)
 
     if not own_is_softmax:
         add(f"own {family.computes}", OWN)
     add("softmax native", SOFTMAX)
-    device, heads = next(transformer.parameters()).device, model.heads * case.batch
+    device = next(transformer.parameters()).device
     for backend in SOFTMAX_BACKENDS:
-        absent = why_no_softmax(backend, device, math.prod(case.grid), heads)
-        add(f"softmax {backend}", SOFTMAX, backend, absent)
+        add(f"softmax {backend}", SOFTMAX, backend, why_no_softmax(backend, device))
     for kind in () if family.mhla is None else LINEAR_KINDS:
         add(kind, kind)
     if own_is_softmax:
@@ -116,11 +107,7 @@ def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> A
 
 @torch.no_grad()
 def benchmark_forward(case: Case, results: Results, *, compile: bool = False) -> None:
-    """Check the patched attention, then time a forward of all variants of :func:`forward_runs` in turns.
-
-    Raises:
-        IncorrectAttentionError: the patched attention is wrong here; then nothing is timed.
-    """
+    """Check the patched attention, then time a forward of all variants of :func:`forward_runs` in turns."""
     device, dtype = results.device, results.dtype
     weights = case.build(torch.device("meta"), dtype).parameters()
     needed, free = sum(x.numel() * x.itemsize for x in weights), free_bytes(device)
@@ -136,6 +123,5 @@ def benchmark_forward(case: Case, results: Results, *, compile: bool = False) ->
     runs = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)
     # every variant compiles the same code again; beyond the limit torch would silently stop compiling
     with torch._dynamo.config.patch(cache_size_limit=64):
-        rows = time_interleaved(runs, device, results.seconds)
+        results.add(time_interleaved(runs, device, results.seconds))
     torch.compiler.reset()
-    results.add(rows)

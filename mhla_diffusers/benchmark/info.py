@@ -119,15 +119,9 @@ def print_model(
 ) -> None:
     """Print the FLOPs of one forward of a model by part, unpatched and patched, and the most that the patch can bring.
 
-    Nothing is downloaded and nothing runs: the transformer is built without values.
-
-    Args:
-        name: of a model that ``mhla bench transformer`` knows.
-        size: such as "720x1280"; the model's first one for None.
-        frames: of a video; the model's for None.
-        patch: name of its family and its settings; that of ``apply_mhla(pipe)`` for None.
-        changes: settings that change those of the patch, such as density.
-        steps: number of denoising steps of a call, dense ones included.
+    Nothing is downloaded and nothing runs: the transformer is built without values. ``patch`` is the name of its family
+    and its settings, by default that of ``apply_mhla(pipe)``; ``changes`` replace some of them. ``steps`` counts the
+    denoising steps of a call, dense ones included.
     """
     cases = choose_cases([name], size and [size], None if frames is None else [frames])
     case, family = cases[0], cases[0].family
@@ -172,32 +166,19 @@ def print_any_patch(patch: str) -> None:
         _say(f"{patch} runs {summary_of(preset.patch)}; {_needs(preset.patch)}\n")
         if preset.family:  # a profile has none
             _print_costs(preset)
-        _print_settings(preset.description, preset)
+        _print_table(preset.description, ["setting", "value"], _rows(preset.to_dict()))
         return
     record = read_record(folder)
-    file = folder / PATCH_FILE
-    rows = [
-        ("folder", str(folder)),
-        ("base model", record.base_model or "not recorded"),
-        ("saved with", f"diffusers {record.diffusers_version}, format {record.format_version}"),
-        ("weights", record.weights),
-        *([("left as it is", ", ".join(record.unpatched))] if record.unpatched else []),
-        ("file", f"{PATCH_FILE}, {file.stat().st_size / 1e6:,.1f} MB"),
-    ]
     runs = dict.fromkeys(summary_of(PatchConfig.read(part.patch)) for part in record.transformers.values())
-    _say(f"{folder.name} runs {' and '.join(runs)}; saved with what it has learned, for load_mhla()\n")
-    _print_table("Saved patch", ["record", "value"], rows)
-    with safe_open(file, framework="pt") as tensors:
+    _say(f"{folder} runs {' and '.join(runs)}; saved with what it has learned, for load_mhla()\n")
+    with safe_open(folder / PATCH_FILE, framework="pt") as tensors:
         sizes = {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    for name, part in record.transformers.items():
-        own = [size for key, size in sizes.items() if key.startswith(f"{name}.") and ".mhla." in key]
-        base = [size for key, size in sizes.items() if key.startswith(f"{name}.") and ".mhla." not in key]
-        _say(
-            f"\n{name}: {part.transformer} of {part.layers} layers, {part.heads} heads of {part.head_dim}; "
-            f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(base)} of the model with {sum(base):,}\n"
-        )
-        settings = Patch(part.family, record.base_model, name, PatchConfig.read(part.patch))
-        _print_settings(f"Settings of the {name}", settings)
+    own = [size for name, size in sizes.items() if ".mhla." in name]
+    _say(
+        f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(sizes) - len(own)} of the model with "
+        f"{sum(sizes.values()) - sum(own):,}\n"
+    )
+    _print_table("Saved patch", ["record", "value"], _rows(record.to_dict()))
 
 
 def _saved_folder(patch: str) -> Path | None:
@@ -206,13 +187,16 @@ def _saved_folder(patch: str) -> Path | None:
     return adapted_patch_folder(patch) or (Path(patch) if Path(patch).is_dir() else None)
 
 
-def _print_settings(title: str, patch: Patch) -> None:
-    config = patch.patch
-    rows = [("family", patch.family or "any"), ("base model", patch.base_model or "any")]
-    rows += [(field, str(value)) for field, value in config.to_dict().items()]
-    if isinstance(config, LinearConfig):
-        rows.append(("M", str(math.prod(config.blocks))))
-    _print_table(title, ["setting", "value"], rows)
+def _rows(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return dotted name and text of every value of nested settings; of names of weights there are many."""
+    rows = []
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            rows += _rows(value, f"{prefix}{name}.")
+        else:
+            text = f"{len(value)}, such as {value[0]}" if name == "base_weights" and value else str(value)
+            rows.append((f"{prefix}{name}", text))
+    return rows
 
 
 def _print_costs(patch: Patch) -> None:

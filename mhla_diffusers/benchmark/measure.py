@@ -1,4 +1,4 @@
-"""Time variants in turns, and write what was measured with its conditions: CSV, a Markdown table, a plot."""
+"""Time variants in turns, and write what was measured with its conditions: CSV and a Markdown table."""
 
 import csv
 import gc
@@ -7,12 +7,11 @@ import itertools
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +39,7 @@ class Row:
     case: str = ""
     """A shape, or a model at a size. Ratios are computed within a case and stage."""
     stage: str = ""
-    """forward, forward+backward, training step, denoising, …"""
+    """forward, forward+backward, denoising, …"""
     baseline: bool = False
     """Whether it is an attention to be faster than: exact softmax, or the model's own where that is linear."""
     dtype: str = ""
@@ -51,9 +50,8 @@ class Row:
     blocks: int | None = None
     """M; None for softmax."""
     batch: int | None = None
-    """Samples per forward of a whole model."""
     median: float | None = None
-    """Seconds."""
+    """Seconds, as p20 and p80."""
     p20: float | None = None
     p80: float | None = None
     repetitions: int | None = None
@@ -64,7 +62,6 @@ class Row:
     psnr: float | None = None
     """In dB, of a sample against the unpatched pipeline's from the same noise; 100 where they are equal."""
     ssim: float | None = None
-    """SSIM of the same samples; 1 where they are equal."""
 
     @property
     def spread(self) -> float:
@@ -82,16 +79,8 @@ def time_interleaved(
     """Warm every variant up, then time round after round until each has its repetitions.
 
     A slow phase of the machine thus affects all of them. CUDA devices are timed with events and an overwritten cache.
-
-    Args:
-        runs: what to time.
-        device: where they run.
-        seconds: spent on each variant, as far as ``least`` and ``most`` repetitions allow.
-        least: repetitions of each.
-        most: repetitions of each.
-
-    Returns:
-        The rows with status, times and peak memory; of a variant that cannot run, with the reason.
+    ``seconds`` is spent on each variant, as far as ``least`` and ``most`` repetitions allow. A row that cannot run gets
+    the reason in place of times.
     """
     rows = {row: replace(row, status="absent", reason=run) for row, run in runs.items() if isinstance(run, str)}
     calls = {row: run for row, run in runs.items() if not isinstance(run, str)}
@@ -199,32 +188,29 @@ def package_versions() -> dict[str, str]:
 
 def gather_conditions(device: torch.device) -> dict[str, str]:
     """Gather what two runs must share for their times to be comparable: name of a condition → text."""
-    found = {"device": f"{platform.machine()} {device.type}"}
     if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        found["driver"] = drivers.partition("\n")[0]
-        found["CUDA or ROCm"] = str(torch.version.cuda or torch.version.hip)
-    elif device.type == "cpu":
-        file, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
-        names = re.findall(r"^model name\s*:\s*(.+)$", file.read_text(), re.MULTILINE) if file.is_file() else []
-        name = re.sub(r"\((R|TM)\)", "", names[0]) if names else platform.processor() or platform.machine()
-        found["device"] = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+        found = {
+            "device": torch.cuda.get_device_name(device),
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+            "CUDA or ROCm": str(torch.version.cuda or torch.version.hip),
+        }
+    else:
+        named = re.search(r"^Model name:\s*(.+)$", _output("lscpu"), re.MULTILINE)
+        name = re.sub(r"\((R|TM)\)", "", named[1]) if named else platform.machine()
+        found = {"device": f"{name}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type}
     found |= {"Python": platform.python_version(), **package_versions()}
     git = ("git", "-C", str(Path(__file__).parent))
-    if _output(*git, "ls-files", Path(__file__).name):
-        changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
-        found["commit"] = _output(*git, "rev-parse", "HEAD") + ("+changes" if changed else "")
+    if _output(*git, "ls-files", Path(__file__).name):  # a checkout of this package, not an environment inside another
+        found["commit"] = _output(*git, "describe", "--always", "--dirty", "--abbrev=40")
     found["date"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     found["command"] = shlex.join(["mhla", *sys.argv[1:]])
     return {name: text for name, text in found.items() if text}
 
 
 def _output(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        return ""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    return ended.stdout.strip() if ended.returncode == 0 else ""
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 class Results:
@@ -250,8 +236,8 @@ class Results:
         """Print and write the rows of one case."""
         rows = [replace(row, dtype=str(self.dtype).removeprefix("torch.")) for row in rows]
         self.rows += rows
-        for title, timed, untimed in tables_of(rows):
-            lines = [title, text_table(*timed, right=True), *(line for text in untimed for line in wrap(text))]
+        for title, table, remarks in tables_of(rows):
+            lines = [title, text_table(*table, right=True), *(line for text in remarks for line in wrap(text))]
             sys.stdout.write("\n".join(lines) + "\n\n")
         text = io.StringIO()
         writer = csv.DictWriter(text, [column.name for column in fields(Row)], lineterminator="\n")
@@ -259,8 +245,8 @@ class Results:
         writer.writerows(asdict(row) for row in self.rows)
         write_text(text.getvalue(), self.file.with_suffix(".csv"))
         page = "".join(f"- {name}: {value}\n" for name, value in self.conditions.items())
-        for title, timed, untimed in tables_of(self.rows):
-            page += f"\n{title}\n\n{markdown_table(*timed)}" + "".join(f"\n{text}\n" for text in untimed)
+        for title, table, remarks in tables_of(self.rows):
+            page += f"\n{title}\n\n{markdown_table(*table)}" + "".join(f"\n{text}\n" for text in remarks)
         write_text(page, self.file.with_suffix(".md"))
 
     def finish(self) -> None:
@@ -271,9 +257,8 @@ class Results:
         sys.stdout.write(f"Wrote {self.file}.csv and .md\n")
 
 
-def tables_of(rows: Sequence[Row]) -> list[tuple[str, tuple[list[str], list[list[str]]], list[str]]]:
-    """Return title, table and remarks of every case and stage: a line per remark, with its variants."""
-    tables = []
+def tables_of(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[list[str], list[list[str]]], list[str]]]:
+    """Yield title, table and remarks of every case and stage: a line per remark, with its variants."""
     for case, stage in dict.fromkeys((row.case, row.stage) for row in rows):
         here = [row for row in rows if (row.case, row.stage) == (case, stage)]
         remarks: dict[str, list[str]] = {}
@@ -281,10 +266,8 @@ def tables_of(rows: Sequence[Row]) -> list[tuple[str, tuple[list[str], list[list
             said = ": ".join(filter(None, (row.status if row.status != "measured" else "", row.reason)))
             if said:
                 remarks.setdefault(said, []).append(row.variant)
-        timed = table_of([row for row in here if row.status == "measured"])
-        lines = [f"{said}: {'; '.join(names)}" for said, names in remarks.items()]
-        tables.append((f"{case}, {stage}" if stage else case, timed, lines))
-    return tables
+        table = table_of([row for row in here if row.status == "measured"])
+        yield f"{case}, {stage}" if stage else case, table, [f"{said}: {'; '.join(x)}" for said, x in remarks.items()]
 
 
 def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -292,28 +275,20 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
     "speedup" says how many times faster a row is than the fastest baseline among them; below 1 it is slower.
     """
-
-    def text(number: float | None, form: str, factor: float = 1) -> str:
-        if number is None:
-            return ""
-        return f"{factor * number:,.0f}" if factor * number >= 1000 else form.format(factor * number)
-
-    lines = []
     baseline = min((row.median for row in rows if row.baseline and row.median is not None), default=None)
-    for row in rows:
-        lines.append(
-            {
-                "variant": row.variant,
-                "median ms": text(row.median, "{:.3g}", 1000),
-                "p20": text(row.p20, "{:.3g}", 1000),
-                "p80": text(row.p80, "{:.3g}", 1000),
-                "samples/s": text(row.batch / row.median if row.batch and row.median else None, "{:.3g}"),
-                "peak GiB": text(row.peak_bytes, "{:.2f}", 2**-30),
-                "TFLOP/s": text(row.flops / row.median if row.flops and row.median else None, "{:.3g}", 1e-12),
-                "speedup": text(baseline / row.median if baseline and row.median else None, "{:.2f}"),
-                "PSNR, dB": text(row.psnr, "{:.1f}"),
-                "SSIM": text(row.ssim, "{:.3f}"),
-            }
-        )
-    used = [name for name in lines[0] if any(line[name] for line in lines)] if lines else ["variant"]
-    return used, [[line[name] for name in used] for line in lines]
+    numbers: dict[str, tuple[str, list[float | None]]] = {
+        "median ms": (".3g", [row.median and 1000 * row.median for row in rows]),
+        "p20": (".3g", [row.p20 and 1000 * row.p20 for row in rows]),
+        "p80": (".3g", [row.p80 and 1000 * row.p80 for row in rows]),
+        "samples/s": (".3g", [row.batch / row.median if row.batch and row.median else None for row in rows]),
+        "peak GiB": (".2f", [row.peak_bytes and row.peak_bytes / 2**30 for row in rows]),
+        "TFLOP/s": (".3g", [row.flops / row.median / 1e12 if row.flops and row.median else None for row in rows]),
+        "speedup": (".2f", [baseline / row.median if baseline and row.median else None for row in rows]),
+        "PSNR, dB": (".1f", [row.psnr for row in rows]),
+        "SSIM": (".3f", [row.ssim for row in rows]),
+    }
+    columns = {"variant": [row.variant for row in rows]}
+    for name, (form, values) in numbers.items():
+        if any(values):
+            columns[name] = ["" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:{form}}" for x in values]
+    return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]

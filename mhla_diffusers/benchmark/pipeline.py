@@ -16,8 +16,9 @@ import numpy
 import torch
 
 from ..config import PROFILES, adapted_patch_folder, load_patch
-from ..generation import PipelineChoice, family_of, generator_for, load_result
-from ..generation.similarity import image_metrics, psnr, ssim
+from ..generation.noise import generator_for
+from ..generation.pipelines import PipelineChoice, family_of, load_result
+from ..generation.similarity import psnr, ssim
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, remove_mhla
 from ..reporting import parse_size, progress
 from ..tiny import tiny_pipeline
@@ -32,12 +33,7 @@ PARTS = ("text encoding", "denoising", "VAE")
 
 
 def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
-    """Choose a pipeline, tiny-dit, tiny-sana, tiny-wan, or a Hub id or folder; checked before anything is loaded.
-
-    Raises:
-        FileNotFoundError: no such pipeline.
-        ValueError: it has no transformer that MHLA supports, does not take a setting, or is not a pipeline.
-    """
+    """Choose a pipeline, tiny-dit, tiny-sana, tiny-wan, or a Hub id or folder; checked before anything is loaded."""
     is_tiny = name.startswith("tiny-")
     if name in models() and not is_tiny:
         raise ValueError(
@@ -97,22 +93,9 @@ def benchmark_pipeline(
     """Check MHLA, then call the pipeline unpatched and with every patch in turns, after one call each to warm up.
 
     All samples of a prompt are made from the same noise. Each is compared with the first one of the unpatched pipeline;
-    so is the unpatched pipeline's own last one, to see whether a call can be repeated.
-
-    Args:
-        choice: the pipeline and the settings of its call.
-        patches: names that :func:`patcher` takes; the profiles if empty.
-        results: gets a row per patch for the whole call and for each of its parts.
-        prompts: all are called in every turn; the first one warms up. One of the package's own if empty.
-        changes: settings that change those of all patches, such as ``density``.
-        repetitions: calls of each with each prompt.
-
-    Raises:
-        IncorrectAttentionError: MHLA is wrong here; then nothing is timed.
-        OSError: no such pipeline or patch.
-        ValueError: an unknown patch or one that does not fit, or the call fails with every patch.
+    so is the unpatched pipeline's own last one, to see whether a call can be repeated. The profiles are called without
+    ``patches``, and one prompt without ``prompts``; ``changes`` replace settings of all patches, such as ``density``.
     """
-    image_metrics()  # raises without torchmetrics, before anything is timed
     family, device = choice.of_family, results.device
     family.default_config.replace(**changes)  # raises what is not allowed
     if not patches and family.computes != SOFTMAX:

@@ -110,14 +110,9 @@ def load_variant(tiny: TinyPipeline, variant: Variant, device: str = "cpu") -> A
 
 @torch.no_grad()
 def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, seed: int = 0) -> InMemoryData:
-    """Encode random scenes as latents and conditioning, for :func:`mhla_diffusers.training.train`.
+    """Encode random scenes as latents and conditioning; the ``held_out`` ones of held-out digits come last.
 
-    Args:
-        pipe: the tiny pipeline, or one that is still to be trained, whose autoencoder and text encoder encode.
-        tiny: its description.
-        samples: scenes of training digits.
-        held_out: scenes of held-out digits, which come last.
-        seed: the same seed gives the same scenes.
+    ``pipe`` is the tiny pipeline, or one that is still to be trained, whose autoencoder and text encoder encode.
     """
     family = trained_family(pipe.transformer)
     prompts: dict[str, Sample] = {}
@@ -145,13 +140,8 @@ def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, se
 class Adaptation:
     """What the variants of a comparison have in common: data, held-out data, and settings of the training loop.
 
-    Args:
-        tiny: which pipeline.
-        samples: scenes to adapt on.
-        held_out: scenes of the held-out loss.
-        seed: seed of data and training.
-        validate_every: updates between two measurements of the held-out loss.
-        device: where variants are measured; the training loop chooses its own device.
+    The held-out loss is measured after every ``validate_every`` updates. Variants are measured on ``device``; the
+    training loop chooses its own.
     """
 
     def __init__(
@@ -195,12 +185,9 @@ class Adaptation:
     ) -> None:
         """Train the transformer of a pipeline of :meth:`patched`, from its last checkpoint if interrupted.
 
-        Args:
-            pipe: afterwards with the trained transformer.
-            runs: settings of the run, or of attention transfer and of the run that begins with its result.
-            output: folder of the last run, which holds that of the first.
-            sampler: called whenever the held-out loss was measured, with the transformer and a folder.
-            changes: as of :meth:`config`.
+        ``runs`` has the settings of the run, or of attention transfer and of the run that begins with its result;
+        ``output`` is the folder of the last run, which holds that of the first. ``sampler`` is called whenever the
+        held-out loss was measured; ``changes`` are as of :meth:`config`.
         """
         patch: str | PatchConfig | None = next((patched.config for patched in find_patched(pipe).values()), None)
         *first, last = runs

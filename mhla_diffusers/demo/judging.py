@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ..evaluation.extractors import ImageFeatures
 from ..evaluation.metrics import frechet_distance
 from ..families import trained_family
 from ..tiny import TINY, TinyPipeline
@@ -61,17 +60,10 @@ def load_classifier() -> DigitClassifier:
 def generate_scenes(
     pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], seed: int, **settings: Any
 ) -> list[torch.Tensor]:
-    """Generate pictures of scenes with a tiny pipeline, patched or not.
+    """Generate pictures of scenes with a tiny pipeline, patched or not: (1, 64, 64) each, or (9, 64, 64) of a clip.
 
-    Args:
-        pipe: the pipeline.
-        tiny: its description.
-        scenes: what to generate.
-        seed: of the first scene's noise, which is drawn on the CPU; the next scene has the next seed.
-        **settings: replace those that it was trained for.
-
-    Returns:
-        For each scene (1, 64, 64), or (9, 64, 64) of a clip, in [0, 1].
+    Values are in [0, 1]. ``seed`` is of the first scene's noise, and the next scene has the next one; ``settings``
+    replace those that the pipeline was trained for.
     """
     family = trained_family(pipe.transformer)
     arguments = {**tiny.call_settings, **settings}
@@ -85,13 +77,7 @@ def generate_scenes(
 
 
 class Yardstick:
-    """Scenes that every attention generates from the same noise, and what the pictures are judged by.
-
-    Args:
-        tiny: which pipeline.
-        scenes: what is generated.
-        seed: of the noise of the first scene, and of the real digits that it is compared with.
-    """
+    """Scenes that every attention generates from the same noise, and what the pictures are judged by."""
 
     def __init__(self, tiny: TinyPipeline, scenes: Sequence[Scene], seed: int) -> None:
         self.tiny, self.scenes, self.seed, self.classifier = tiny, scenes, seed, load_classifier()
@@ -126,35 +112,25 @@ class Yardstick:
         return frechet_distance(torch.cat(self.features(self.real)), torch.cat(self.features(pictures)))
 
 
-def picture_features(images: torch.Tensor) -> ImageFeatures:
-    """Extract the classifier's features of pictures with one digit, for ``mhla eval fid``.
+def picture_features(images: torch.Tensor) -> torch.Tensor:
+    """Extract the classifier's features (B, 64) of pictures with one digit, for ``mhla eval fid``.
 
     Takes uint8 images (B, 3, H, W), or videos (B, F, 3, H, W), whose features are the means over their frames. Sizes
     other than the 64x64 of the tiny pipelines are brought to that.
     """
-    classifier = load_classifier()
     grey = images.float().mean(dim=-3).flatten(0, -3) / 255
     if grey.shape[1:] != (PICTURE_SIZE, PICTURE_SIZE):
         grey = nn.functional.interpolate(grey[:, None], (PICTURE_SIZE,) * 2, mode="bilinear", antialias=True)[:, 0]
-    crops = crop(grey, _WHOLE, TINY["dit"].digit_size)
     with torch.no_grad():
-        features = classifier.features(crops[:, None]), classifier(crops).softmax(dim=1)
-    pooled, probabilities = (x.view(len(images), -1, x.shape[1]).mean(dim=1) for x in features)
-    return ImageFeatures(pooled, probabilities=probabilities)
+        features = load_classifier().features(crop(grey, _WHOLE, TINY["dit"].digit_size)[:, None])
+    return features.view(len(images), -1, features.shape[1]).mean(dim=1)
 
 
 def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
-    """Score how many of the digits asked for the classifier recognises, for ``mhla eval compare``.
+    """Return the share of the digits asked for that the classifier recognises: (B,), for ``mhla eval compare``.
 
-    Args:
-        images: uint8, each (3, 64, 64) or (F, 3, 64, 64), as the tiny pipelines make them.
-        texts: the number of a class for the tiny DiT pipeline, a caption for the others.
-
-    Returns:
-        (B,) part of the digits, over all frames.
-
-    Raises:
-        ValueError: a caption without a digit word, or pictures of another size, whose digits it would not find.
+    Images are uint8, each (3, 64, 64) or (F, 3, 64, 64), as the tiny pipelines make them; texts name the class for the
+    tiny DiT pipeline, or are captions. ValueError for a caption without a digit word, or pictures of another size.
     """
     classifier, parts = load_classifier(), []
     for image, text in zip(images, texts, strict=True):

@@ -29,15 +29,10 @@ def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[s
 def each_attention_matrix(
     transformer: nn.Module, batch: TransformerCall, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and float64 (B, H, N, N) of every self-attention, one layer in memory at a time; rows are queries.
+    """Yield name and float64 (B, H, N, N) of every self-attention, or of some, one layer in memory at a time.
 
-    A matrix times the value is the input of the output projection, before a norm, gate or convolution of the patch.
-    It covers the grid's tokens only: rows lack the weight that goes to extra tokens.
-
-    Args:
-        transformer: patched or not.
-        batch: what it runs on.
-        names: of the self-attentions; None for all.
+    Rows are queries. A matrix times the value is the input of the output projection, before a norm, gate or convolution
+    of the patch. It covers the grid's tokens only: rows lack the weight that goes to extra tokens.
     """
     family = get_family(transformer)
     attentions: dict[str, Any] = family.self_attentions(transformer)

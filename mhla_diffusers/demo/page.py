@@ -1,4 +1,4 @@
-"""What the demo shows: samples side by side, loss curves and mixing matrices."""
+"""What the demo shows: samples side by side, and loss curves."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +18,8 @@ _SCALE, _MARGIN, _LABEL, _GAP, _TEXT = 2, 136, 54, 4, 15
 def draw_samples(pictures: Mapping[str, Sequence[torch.Tensor]], scenes: Sequence[Scene], file: Path) -> Path:
     """Draw samples side by side, one labelled row per attention and one column per scene.
 
-    Args:
-        pictures: attention → for every scene (F, 64, 64) in [0, 1].
-        scenes: what they show.
-        file: where to, without a suffix: a PNG of the middle frame, and for clips a GIF of all.
-
-    Returns:
-        The file to show: the GIF of clips, otherwise the PNG.
+    ``pictures`` has (F, 64, 64) in [0, 1] for every scene of an attention. Writes a PNG of the middle frame to
+    ``file``, given without a suffix, and for clips a GIF of all. Returns the GIF of clips, otherwise the PNG.
     """
     from PIL import Image, ImageDraw
 
@@ -63,18 +58,3 @@ def draw_losses(curves: Mapping[str, Sequence[tuple[int, float]]], goal: float, 
     with written_aside(file) as aside:
         figure.savefig(aside, dpi=110)
     plt.close(figure)
-
-
-def draw_mixing(matrices: Mapping[str, torch.Tensor], file: Path) -> Path:
-    """Draw mixing matrices (M, M) side by side on one color scale, and return the file."""
-    plt = require_matplotlib()
-    figure, axes = plt.subplots(1, len(matrices), figsize=(3.4 * len(matrices) + 1, 3.1), layout="constrained")
-    highest = max(float(matrix.max()) for matrix in matrices.values())
-    for axis, (name, matrix) in zip(axes, matrices.items(), strict=True):
-        image = axis.imshow(matrix.detach().float().cpu(), cmap="magma", vmin=0, vmax=highest)
-        axis.set_title(name, fontsize=8)
-        axis.set(xlabel="key block", ylabel="query block")
-    figure.colorbar(image, ax=axes, shrink=0.6)
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
-    return file

@@ -1,6 +1,5 @@
 """Run the demo: generate with each attention that ships adapted, measure, adapt two live: one page."""
 
-import platform
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -14,20 +13,17 @@ import torch
 import typer
 from pydantic import Field
 
-from ..attention import initial_mixing
 from ..auditing import TransformerCall
 from ..benchmark import measure
-from ..config import MHLAConfig
 from ..families import arguments_of, predict
 from ..files import check_writable, write_json, write_text
-from ..patching import mhla_layers
 from ..reporting import html_media, html_page, html_table, require_matplotlib, show_loading, text_table
 from ..settings import Count, Integer, Seed, Settings, settings
 from ..tiny import tiny_pipeline
 from .adaptation import Adaptation, held_out_curve, load_variant, runs_of, variants
 from .judging import Yardstick
 from .matrices import attention_matrices, mean_entropy, mean_rank
-from .page import draw_losses, draw_mixing, draw_samples
+from .page import draw_losses, draw_samples
 
 _LIVE = ("linear", "mhla")
 """Which variants are adapted live, by ``Variant.short``; SANA has the second alone."""
@@ -84,13 +80,8 @@ class Row:
 def run_demo(config: DemoConfig) -> list[Row]:
     """Compare the attentions that ship adapted, adapt two live, and write all of it into ``config.output``.
 
-    Returns:
-        The rows of the table. With the same seed they are the same on the same CPU, but for the seconds.
-
-    Raises:
-        OSError: the output folder cannot be written; said before any work.
-        ImportError: matplotlib is missing.
-        DamagedAssetError: files of the tiny pipeline are missing or damaged.
+    Returns the rows of the table: with the same seed the same on the same CPU, but for the seconds. OSError if the
+    folder cannot be written, ImportError without matplotlib, both before any work.
     """
     check_writable(config.output)
     require_matplotlib()
@@ -101,7 +92,6 @@ def run_demo(config: DemoConfig) -> list[Row]:
         rows = demo.compare()
         if config.updates:
             demo.adapt_live(goal=rows[0].held_out_loss)
-        demo.show_mixing()
     finally:
         show_loading(True)
     demo.write(minutes=(time.perf_counter() - started) / 60)
@@ -140,9 +130,8 @@ class Demo:
         pictures, rows, cells = {}, [], []
         for name, pipe in self.pipes.items():
             pictures[name] = self.yardstick.generate(pipe)
-            matrices = attention_matrices(
-                pipe.transformer, TransformerCall((), arguments_of(pipe.transformer, self._last_samples(pipe, 1)))
-            )
+            call = TransformerCall((), arguments_of(pipe.transformer, self._last_samples(pipe, 1)))
+            matrices = attention_matrices(pipe.transformer, call)
             row = Row(
                 name=name,
                 held_out_loss=fmean(self.adaptation.held_out_losses(pipe)),
@@ -197,28 +186,10 @@ class Demo:
         heading = "Held-out loss while two of them adapt"
         self.sections[heading] = html_media(file, heading)
 
-    def show_mixing(self) -> None:
-        """Draw the first layer's mixing matrix, the mean over heads, of every variant that learns it."""
-        for variant in self.variants:
-            if not isinstance(variant.patch, MHLAConfig) or not variant.patch.mixing_learnable:
-                continue
-            layer_name, layer = next(iter(mhla_layers(self.pipes[variant.name]).items()))
-            before = initial_mixing(variant.patch.blocks, variant.patch.mixing_init)
-            after = layer.get_parameter("mixing").detach()
-            after = after.mean(dim=0) if variant.patch.mixing_per_head else after
-            matrices = {f"{layer_name}, before": before, f"{layer_name}, after": after}
-            file = self.output / f"mixing-{variant.name.replace(',', '').replace(' ', '-').replace('/', '-')}.png"
-            heading = f"Mixing matrices of {variant.name}"
-            self.sections[heading] = html_media(draw_mixing(matrices, file), heading)
-
     def write(self, minutes: float) -> None:
         """Write the record and last the page, whose images are inside it, so that the file can be sent alone."""
-        circumstances = {
-            "machine": f"{platform.processor() or platform.machine()}, {self.config.device}",
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "minutes": f"{minutes:.1f}",
-        }
+        conditions = measure.gather_conditions(torch.device(self.config.device))
+        circumstances = {name: conditions[name] for name in ("device", "torch", "date")} | {"minutes": f"{minutes:.1f}"}
         write_json({**self.results, "circumstances": circumstances}, self.output / "results.json")
         facts = escape(", ".join(f"{name}: {value}" for name, value in circumstances.items()))
         said = "Everything on this page was computed in one run"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..files import check_unique, write_json
-from ..generation.names import expand_options, patch_options, pipeline_options, video_options
+from ..generation.names import expand_options, patch_options, pipeline_options
 from ..generation.record import Sample
 from ..reporting import progress, text_table
 from .geneval import geneval_samples, geneval_score, read_geneval_metadata, write_geneval_metadata
@@ -27,17 +27,17 @@ _DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
 
 @app.command()
 def fid(
-    samples: Annotated[Path, typer.Argument(help="Folder of images or videos, or npz with arr_0.")],
+    samples: Annotated[Path, typer.Argument(help="Folder of images or videos.")],
     reference: Annotated[Path, typer.Argument(help="The same, or an npz with mu and sigma.")],
     extractor: Annotated[
-        str, typer.Option(help="adm, clean, or package.module:callable: uint8 images (B, 3, H, W) to features.")
+        str, typer.Option(help="adm, clean, or package.module:callable: uint8 images (B, 3, H, W) to features (B, D).")
     ] = "adm",
     weights: Annotated[Path | None, typer.Option(help="File with the weights of Inception.")] = None,
     device: _DEVICE = "cpu",
     batch_size: Annotated[int, typer.Option(min=1, help="Images per call of the extractor.")] = 50,
     output: _OUTPUT = None,
 ) -> None:
-    """FID and what else the extractor has features for; adm: sFID, Inception score, precision, recall; clean: KID."""
+    """FID by the ADM suite's Inception or clean-fid's; FVD and others by a callable."""
     from .extractors import load_extractor
     from .fid import measure_images
 
@@ -88,7 +88,7 @@ def clip(
     from .compare import score_samples
     from .images import require_samples
 
-    listed = require_samples(samples)  # before a model is asked of the Hub
+    listed = require_samples(samples).samples  # before a model is asked of the Hub
     scores = score_samples(samples, listed, "clip_score", ClipScorer(model, device), batch_size)
     _report({"model": model, "samples": len(scores), "clip_score": float(scores.mean())}, output)
 
@@ -134,10 +134,14 @@ def compare_variants(
     typer.echo(text_table(*score_table(variants), right=True))
     typer.echo("\n".join([*missing, *remarks]))
     if output is not None:
-        found: dict[str, dict[str, Any]] = {one.name: {"choices": one.choices} for one in variants}
-        for one in variants:
-            for kind, means in (("scores", one.scores), ("differences", one.differences)):
-                found[one.name][kind] = {name: mean._asdict() for name, mean in means.items()}
+        found = {
+            one.name: {
+                "choices": one.record.choices,
+                "scores": {name: mean._asdict() for name, mean in one.scores.items()},
+                "differences": {name: mean._asdict() for name, mean in one.differences.items()},
+            }
+            for one in variants
+        }
         write_json({"variants": found, "remarks": remarks}, output)
 
 
@@ -150,7 +154,7 @@ def set_options(
     return {"family": family, "seed": seed, "batch_size": batch_size}
 
 
-_SAMPLES = expand_options(pipeline_options, patch_options, video_options, set_options)
+_SAMPLES = expand_options(pipeline_options, patch_options, set_options)
 
 
 @samples.command()

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..files import read_json
-from ..generation.record import RECORD_NAME, Sample
+from ..files import check_unique
+from ..generation.record import Record, Sample
 from ..generation.similarity import Similarity
 from ..reporting import progress
 from .images import read_sample, require_samples
@@ -44,37 +44,34 @@ def mean_of(values: torch.Tensor) -> Mean:
 class Variant:
     """One sample set and its measurements."""
 
-    name: str
     folder: Path
-    samples: list[Sample]
-    choices: dict[str, Any]
-    """How it was made."""
+    record: Record
     scores: dict[str, Mean] = field(default_factory=dict)
     """Score, or similarity to the first variant's samples from the same noise."""
     differences: dict[str, Mean] = field(default_factory=dict)
     """Score → difference from the first variant, over the same samples."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
 
 
 def read_variants(folders: Sequence[Path]) -> list[Variant]:
     """Read sample sets; ValueError unless they hold the same samples, made with the same settings and seeds."""
     if len(folders) < 2:
         raise ValueError(f"A comparison needs at least two sample sets, got {len(folders)}.")
-    variants = [
-        Variant(folder.resolve().name, folder, require_samples(folder), read_json(folder / RECORD_NAME))
-        for folder in folders
-    ]
-    names = [variant.name for variant in variants]
-    if len(set(names)) < len(names):
-        raise ValueError(f"The sets need different folder names, because rows are named after them; got {names}.")
+    variants = [Variant(folder, require_samples(folder)) for folder in folders]
+    check_unique([variant.name for variant in variants], "Rows are named after folders, and the name")
     for first, second in pairwise(variants):
         for name in ("family", "model", "model_content", "dtype", "seed", "settings"):
-            one, other = first.choices.get(name), second.choices.get(name)
+            one, other = first.record.choices.get(name), second.record.choices.get(name)
             if one != other:
                 raise ValueError(
                     f"{first.folder} and {second.folder} differ in {name} ({one!r} and {other!r}); only sets that "
                     "differ only in the attention can be compared."
                 )
-        if first.samples != second.samples:
+        if first.record.samples != second.record.samples:
             raise ValueError(
                 f"{first.folder} and {second.folder} hold different samples; generate the same set with both."
             )
@@ -87,29 +84,20 @@ def compare_sets(
     sample_scores: Mapping[str, SampleScore] | None = None,
     similarities: Mapping[str, Similarity] | None = None,
 ) -> tuple[list[Variant], list[str]]:
-    """Measure every variant, and its differences from the first one over the same samples.
+    """Measure every variant, and its differences from the first one over the same samples; also return remarks.
 
-    Args:
-        folders: sample sets, the one to compare with first.
-        sample_scores: name → function that scores every sample.
-        similarities: name → measure between every sample and the first variant's from the same noise, averaged over the
-            frames of a video; see :func:`load_similarities`.
-
-    Returns:
-        The measured variants, and remarks on the scores.
-
-    Raises:
-        ValueError: sets that cannot be compared, nothing to compare by, damaged files, or a score that is not one
-            number per sample.
+    ``similarities`` are measures between every sample and the first variant's from the same noise, averaged over the
+    frames of a video; see :func:`load_similarities`. ValueError for sets that cannot be compared, nothing to compare
+    by, damaged files, or a score that is not one number per sample.
     """
     base, *others = variants = read_variants(folders)
     if not (sample_scores or similarities):
         raise ValueError("Give --clip-model, --score NAME=package.module:callable or --similarity to compare by.")
     for name, function in (sample_scores or {}).items():
-        expected = score_samples(base.folder, base.samples, name, function)
+        expected = score_samples(base.folder, base.record.samples, name, function)
         base.scores[name] = mean_of(expected)
         for variant in others:
-            found = score_samples(variant.folder, variant.samples, name, function)
+            found = score_samples(variant.folder, variant.record.samples, name, function)
             variant.scores[name], variant.differences[name] = mean_of(found), mean_of(found - expected)
     remarks: list[str] = []
     for variant in others if similarities else ():
@@ -123,7 +111,7 @@ def compare_sets(
             if name == "psnr":
                 value, frame, file = min(
                     (float(values.min()), int(values.argmin()), sample.file)
-                    for values, sample in zip(frames, base.samples, strict=True)
+                    for values, sample in zip(frames, base.record.samples, strict=True)
                 )
                 remarks.append(f"The lowest PSNR in {variant.name} is {value:.1f} dB, of frame {frame} of {file}.")
     return variants, remarks
@@ -151,7 +139,7 @@ def _similar_frames(
 ) -> dict[str, list[torch.Tensor]]:
     """Return measure → float64 (F,) per sample, of a variant's frames to the first variant's; an image is one frame."""
     found: dict[str, list[torch.Tensor]] = {name: [] for name in similarities}
-    for sample in progress(base.samples, desc=variant.name, leave=False):
+    for sample in progress(base.record.samples, desc=variant.name, leave=False):
         pair = [read_sample(one.folder / sample.file) for one in (variant, base)]
         frames, reference = (x if x.ndim == 4 else x[None] for x in pair)
         if frames.shape != reference.shape:

@@ -4,28 +4,15 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import torch
 
 from ..devices import choose_device
 from ..errors import installing
 
-
-class ImageFeatures(NamedTuple):
-    """Features of a batch, or of a set, of B images."""
-
-    pooled: torch.Tensor
-    """(B, D): for FID, KID, precision and recall."""
-    spatial: torch.Tensor | None = None
-    """(B, E): for sFID."""
-    probabilities: torch.Tensor | None = None
-    """(B, classes), each row summing to 1: for the Inception score."""
-
-
-Extractor = Callable[[torch.Tensor], torch.Tensor | ImageFeatures]
-"""Maps uint8 images (B, 3, H, W) to pooled features (B, D) or :class:`ImageFeatures`.
+Extractor = Callable[[torch.Tensor], torch.Tensor]
+"""Maps uint8 images (B, 3, H, W) to features (B, D).
 
 For a folder of videos it gets (B, F, 3, H, W); with features of videos the Fréchet distance is FVD.
 """
@@ -35,54 +22,31 @@ _ADM_WEIGHTS = (
 )
 
 
-class CleanInception:
-    """pool3 of Inception and KID by clean-fid: each image resized with PIL's bicubic filter, unrounded."""
+def clean_inception(weights: Path | None, device: torch.device) -> Extractor:
+    """Return pool3 (B, 2048) of Inception by clean-fid: each image resized with PIL's bicubic filter, unrounded."""
+    file = _require_weights(weights, _CLEAN_WEIGHTS)
+    from cleanfid.inception_torchscript import InceptionV3W
+    from cleanfid.resize import build_resizer
 
-    def __init__(self, weights: Path | None, device: str = "cpu") -> None:
-        file = _require_weights(weights, _CLEAN_WEIGHTS)
-        from cleanfid.inception_torchscript import InceptionV3W
-        from cleanfid.resize import build_resizer
+    resize = build_resizer("clean")
+    model: Any = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(device)
 
-        self._device, self._resize = choose_device(device), build_resizer("clean")
-        self._model = InceptionV3W(str(file.parent), download=False, resize_inside=False).to(self._device)
-
-    @torch.no_grad()
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return features (B, 2048) of uint8 images (B, 3, H, W)."""
-        resized = [torch.from_numpy(self._resize(image.permute(1, 2, 0).numpy())) for image in images]
-        features: torch.Tensor = self._model(torch.stack(resized).permute(0, 3, 1, 2).to(self._device))
+    def extract(images: torch.Tensor) -> torch.Tensor:
+        resized = [torch.from_numpy(resize(image.permute(1, 2, 0).numpy())) for image in images]
+        features: torch.Tensor = model(torch.stack(resized).permute(0, 3, 1, 2).to(device))
         return features
 
-    def kernel_distance(self, reference: torch.Tensor, samples: torch.Tensor) -> float:
-        """Return KID of features (n, 2048) and (m, 2048), over 100 random subsets of 1000, the same in every run."""
-        from cleanfid.fid import kernel_distance
-
-        numpy.random.seed(0)
-        return float(kernel_distance(reference.double().numpy(), samples.double().numpy()))
+    return extract
 
 
-class AdmInception:
-    """Inception with the features of the ADM suite, computed by torch-fidelity.
+def adm_inception(weights: Path | None, device: torch.device) -> Extractor:
+    """Return pool3 (B, 2048) of Inception with the resizing of the ADM suite, by torch-fidelity."""
+    file = _require_weights(weights, _ADM_WEIGHTS)
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-    pool3 (2048 channels); the first 7 channels of TensorFlow's ``mixed_6/conv``, channels last, 17 x 17 x 7 = 2023
-    values; and the softmax of pool3 times the classifier's weights without its bias.
-    """
-
-    def __init__(self, weights: Path | None, device: str = "cpu") -> None:
-        file = _require_weights(weights, _ADM_WEIGHTS)
-        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-
-        self._device, names = choose_device(device), ["2048", "logits_unbiased"]
-        self._model = FeatureExtractorInceptionV3("inception", names, feature_extractor_weights_path=str(file))
-        self._model.to(self._device).eval()
-
-    @torch.no_grad()
-    def __call__(self, images: torch.Tensor) -> ImageFeatures:
-        """Return features of uint8 images (B, 3, H, W): pooled 2048, spatial 2023, probabilities 1008 values each."""
-        spatial: list[torch.Tensor] = []
-        with self._model.Mixed_6d.branch1x1.register_forward_hook(lambda *seen: spatial.append(seen[2])):
-            pooled, logits = self._model(images.to(self._device))
-        return ImageFeatures(pooled, spatial[0][:, :7].permute(0, 2, 3, 1).flatten(1), logits.softmax(dim=1))
+    model: Any = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(file))
+    model.to(device).eval()
+    return lambda images: model(images.to(device))[0]
 
 
 def _require_weights(file: Path | None, source: str) -> Path:
@@ -96,18 +60,7 @@ def _require_weights(file: Path | None, source: str) -> Path:
 
 
 def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu") -> Extractor:
-    """Load an extractor.
-
-    Args:
-        choice: "adm" or "clean" for Inception, or ``package.module:name`` of a callable.
-        weights: file of Inception's weights.
-        device: cpu, cuda, ….
-
-    Raises:
-        FileNotFoundError: no weights there; the message says where to get them.
-        ValueError: unknown extractor, or weights for a callable.
-        ImportError: a package is missing.
-    """
+    """Load "adm" or "clean", Inception by a file of its weights, or ``package.module:name``, a callable of your own."""
     if ":" in choice:
         if weights is not None:
             raise ValueError(f"Weights ({weights}) are for Inception; the callable {choice} brings its own.")
@@ -115,8 +68,8 @@ def load_extractor(choice: str, weights: Path | None = None, device: str = "cpu"
     if choice not in ("adm", "clean"):
         raise ValueError(f"extractor={choice!r} is unknown; allowed: adm, clean, or package.module:callable.")
     try:
-        return AdmInception(weights, device) if choice == "adm" else CleanInception(weights, device)
-    except ImportError as error:
+        return torch.no_grad()((adm_inception if choice == "adm" else clean_inception)(weights, choose_device(device)))
+    except (ImportError, RuntimeError) as error:  # RuntimeError if an installed torchvision does not match torch
         raise ImportError(f"{choice} cannot be computed here ({error}); {installing('eval')}.") from error
 
 

@@ -1,95 +1,57 @@
-"""FID, sFID, Inception score, precision, recall and KID of a set of images against a reference."""
+"""FID of a set of images or videos against a reference."""
 
 import math
+import zipfile
+import zlib
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy
 import torch
 
 from ..reporting import progress
-from .extractors import CleanInception, Extractor, ImageFeatures
-from .images import Images, read_npz
-from .metrics import Moments, frechet_distance, inception_score, moments, precision_recall
-
-_KEPT_FEATURES = 10_000
-"""Reference images for precision, recall and KID, as in the ADM suite."""
-_NEIGHBOURS = 3
-
-
-class Reference(NamedTuple):
-    """What sets are measured against."""
-
-    pooled: Moments
-    spatial: Moments | None = None
-    features: torch.Tensor | None = None
-    """Pooled features (n, D) of at most 10 000 images."""
+from .extractors import Extractor
+from .images import batches_of, files_of
+from .metrics import Moments, frechet_distance, moments
 
 
 def measure_images(samples: Path, reference: Path, extractor: Extractor, *, batch_size: int = 50) -> dict[str, float]:
-    """Compare generated images, a folder or npz, with a reference of :func:`read_reference`.
+    """Return the number of ``samples`` in a folder, and their ``fid`` to a reference.
 
-    Returns:
-        The number of ``samples``, and the scores that extractor and reference have features for: fid, sfid,
-        inception_score, precision, recall; kid, by clean-fid.
-
-    Raises:
-        FileNotFoundError: no such images.
-        ValueError: damaged images, a score that is not finite, or a reference of another extractor.
+    The reference is a folder too, or an npz with the ``mu`` and ``sigma`` of the same extractor. ValueError for damaged
+    files, or features and statistics that are not finite or not of one extractor.
     """
-    images, expected = Images(samples), read_reference(reference, extractor, batch_size)
-    found = extract_features(images, extractor, batch_size)
-    scores: dict[str, float] = {"samples": len(images), "fid": frechet_distance(found.pooled, expected.pooled)}
-    if found.spatial is not None and expected.spatial is not None:
-        scores["sfid"] = frechet_distance(found.spatial, expected.spatial)
-    if found.probabilities is not None:
-        scores["inception_score"] = inception_score(found.probabilities)
-    real = expected.features
-    if real is not None and isinstance(extractor, CleanInception):
-        scores["kid"] = extractor.kernel_distance(real, found.pooled)
-    elif real is not None and min(len(real), len(found.pooled)) > _NEIGHBOURS:
-        scores["precision"], scores["recall"] = precision_recall(real, found.pooled, _NEIGHBOURS)
-    for name, value in scores.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}; check what the extractor returns, and the statistics in {reference}.")
-    return scores
+    is_npz = reference.suffix == ".npz" and reference.is_file()
+    expected = read_statistics(reference) if is_npz else moments(extract_features(reference, extractor, batch_size))
+    found = extract_features(samples, extractor, batch_size)
+    score = frechet_distance(found, expected)
+    if not math.isfinite(score):
+        raise ValueError(f"fid is {score}; check the statistics in {reference}.")
+    return {"samples": len(found), "fid": score}
 
 
-def read_reference(path: Path, extractor: Extractor, batch_size: int = 50) -> Reference:
-    """Describe a reference by an extractor.
-
-    A reference is images (folder or npz), or an npz with ``mu`` and ``sigma``; ADM's has ``mu_s``, ``sigma_s`` and some
-    images too.
-    """
-    arrays = read_npz(path) if path.suffix == ".npz" and path.is_file() else {}
-    pooled, spatial = (
-        (torch.from_numpy(arrays[mean]), torch.from_numpy(arrays[covariance])) if mean in arrays else None
-        for mean, covariance in (("mu", "sigma"), ("mu_s", "sigma_s"))
-    )
-    if pooled is not None and "arr_0" not in arrays:
-        return Reference(pooled, spatial)
-    features = extract_features(Images(path), extractor, batch_size)
-    if pooled is None:
-        pooled = moments(features.pooled)
-        spatial = None if features.spatial is None else moments(features.spatial)
-    count = len(features.pooled)
-    chosen = torch.linspace(0, count - 1, min(count, _KEPT_FEATURES), dtype=torch.float64).long()
-    return Reference(pooled, spatial, features.pooled[chosen])
-
-
-def extract_features(images: Images, extractor: Extractor, batch_size: int = 50) -> ImageFeatures:
-    """Run the extractor over a set: float32 on the CPU; ValueError unless features are a finite row per image."""
-    kept: dict[str, list[torch.Tensor]] = {}
-    batches = math.ceil(len(images) / batch_size)  # and a few more where sizes differ
-    for batch in progress(images.batches(batch_size), total=batches, desc="features", leave=False):
-        features = extractor(batch)
-        features = features if isinstance(features, ImageFeatures) else ImageFeatures(features)
-        for name, values in features._asdict().items():
-            if values is None:
-                continue
-            if values.ndim != 2 or len(values) != len(batch) or not values.isfinite().all():
+def extract_features(folder: Path, extractor: Extractor, batch_size: int = 50) -> torch.Tensor:
+    """Run the extractor over a folder: float32 (n, D) on the CPU; ValueError unless a row per image is finite."""
+    files, kept = files_of(folder), []
+    with progress(total=len(files), desc="features", leave=False) as bar:
+        for batch in batches_of(files, batch_size):
+            features = extractor(batch)
+            if features.ndim != 2 or len(features) != len(batch) or not features.isfinite().all():
                 raise ValueError(
-                    f"The extractor's {name} of {len(batch)} samples must be finite and ({len(batch)}, D), got "
-                    f"{tuple(values.shape)}."
+                    f"The extractor's features of {len(batch)} samples must be finite and ({len(batch)}, D), got "
+                    f"{tuple(features.shape)}."
                 )
-            kept.setdefault(name, []).append(values.detach().float().cpu())
-    return ImageFeatures(**{name: torch.cat(values) for name, values in kept.items()})
+            kept.append(features.detach().float().cpu())
+            bar.update(len(batch))
+    return torch.cat(kept)
+
+
+def read_statistics(file: Path) -> Moments:
+    """Read ``mu`` (D,) and ``sigma`` (D, D) of an npz, as clean-fid and ADM publish them."""
+    try:
+        with numpy.load(file, allow_pickle=False) as content:
+            mean, covariance = torch.from_numpy(content["mu"]), torch.from_numpy(content["sigma"])
+    except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{file} cannot be read as statistics, mu and sigma: {error}. Get it again, or give a folder of images."
+        ) from error
+    return mean, covariance

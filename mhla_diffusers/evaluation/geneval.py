@@ -39,10 +39,9 @@ def write_geneval_metadata(entries: Sequence[Mapping[str, Any]], folder: Path) -
 
 
 def geneval_score(results: str | Path) -> dict[str, float]:
-    """Score a ``results.jsonl`` of GenEval's ``evaluate_images.py``: one line per picture with tag and correct.
+    """Return the fraction of correct pictures per tag, and as ``overall`` the mean of the six.
 
-    Returns:
-        Fraction of correct pictures per tag, and as ``overall`` the mean of the six, which must all be there.
+    ``results`` is the ``results.jsonl`` of GenEval's ``evaluate_images.py``: a line per picture with tag and correct.
     """
     right: dict[str, list[bool]] = {tag: [] for tag in TAGS}
     entries = read_json_lines(Path(results))

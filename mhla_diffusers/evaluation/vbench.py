@@ -35,16 +35,12 @@ SEMANTIC: dict[str, tuple[float, float, float]] = {
     "temporal_style": (0, 0.364, 1),
     "overall_consistency": (0, 0.364, 1),
 }
-"""Dimensions of the semantic score."""
 DIMENSIONS = (*QUALITY, *SEMANTIC)
 """Names of all dimensions, as VBench's code has them, in the order of its tables."""
 VIDEO_FOLDER = "videos"
 """Folder inside a set with nothing but the videos, since VBench takes the suffix of any first file for theirs."""
 _VIDEOS, _FLICKERING_VIDEOS = 5, 25
 """Videos per prompt, and per prompt of the flickering dimension, from which the static filter chooses."""
-RESULT_FOLDER = "vbench"
-"""Folder inside a set with VBench's results."""
-_RESULTS = "*_eval_results.json"
 
 
 def read_suite(file: str | Path) -> list[dict[str, Any]]:
@@ -58,10 +54,10 @@ def read_suite(file: str | Path) -> list[dict[str, Any]]:
 
 
 def suite_videos(entries: list[dict[str, Any]], *, all_flickering: bool = False) -> list[Sample]:
-    """List every video of the suite, ``videos/{prompt}-{number}.mp4``: 4 720, or 6 220 with all for flickering.
+    """List every video of the suite, ``videos/{prompt}-{number}.mp4``, as VBench finds them: 4 720.
 
-    VBench finds them by name; two prompts occur twice and share their videos. ``all_flickering`` asks for 25 instead
-    of 5 videos of the flickering prompts, for VBench's static filter.
+    Two prompts occur twice and share their videos. ``all_flickering`` asks for 25 instead of 5 videos of the flickering
+    prompts, for VBench's static filter: 6 220.
     """
     counts: dict[str, int] = {}
     for entry in entries:
@@ -91,15 +87,13 @@ def total_scores(scores: Mapping[str, float]) -> dict[str, float]:
 def read_results(files: Iterable[Path]) -> dict[str, float]:
     """Read VBench's ``*_eval_results.json``, or folders of them: {dimension: [score, details of every video]}.
 
-    Raises:
-        FileNotFoundError: a folder without results.
-        ValueError: damaged files, unknown dimensions, a score outside 0 to 1, or two scores of a dimension.
+    ValueError for unknown dimensions, a score outside 0 to 1, or two scores of a dimension.
     """
     scores: dict[str, float] = {}
     for file in files:
-        parts = sorted(file.glob(_RESULTS)) if file.is_dir() else [file]
+        parts = sorted(file.glob("*_eval_results.json")) if file.is_dir() else [file]
         if not parts:
-            raise FileNotFoundError(f"{file} holds no {_RESULTS} of VBench.")
+            raise FileNotFoundError(f"{file} holds no *_eval_results.json of VBench.")
         for part in parts:
             content = read_json(part)
             if not isinstance(content, dict):
@@ -123,11 +117,8 @@ def vbench_commands(
 ) -> list[list[str]]:
     """Return the commands of VBench 0.1.5, one per dimension, which write into ``vbench`` in the set's folder.
 
-    ``flickering`` is the folder ``filtered_videos`` of VBench's ``static_filter.py``, which selects from 25 videos per
-    flickering prompt; None for the unfiltered ones of the set.
-
-    Raises:
-        ValueError: unknown dimension, or missing videos, for which VBench itself only warns.
+    ``flickering`` is the folder ``filtered_videos`` of VBench's ``static_filter.py``; None for the unfiltered videos of
+    the set. ValueError for an unknown dimension, or missing videos, for which VBench itself only warns.
     """
     check_names(dimensions, list(DIMENSIONS), "dimension of VBench")
     entries, commands = read_suite(suite), []
@@ -141,7 +132,7 @@ def vbench_commands(
         if filtered is None or len(absent) == len(names):
             missing += absent
         # it puts all but the videos into a line of the shell without quotes
-        suite_path, output = (shlex.quote(str(path.resolve())) for path in (suite, folder / RESULT_FOLDER))
+        suite_path, output = (shlex.quote(str(path.resolve())) for path in (suite, folder / "vbench"))
         command = ["vbench", "evaluate", "--dimension", dimension, "--videos_path", str(videos.resolve())]
         commands.append([*command, "--full_json_dir", suite_path, "--output_path", output])
     if missing:

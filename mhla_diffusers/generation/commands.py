@@ -4,29 +4,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from .names import expand_options, patch_options, pipeline_options, read_prompt_table, video_options
-
-
-class GenerateCommand(TyperCommand):
-    """``mhla generate``, whose errors of unknown options say how arguments of the pipeline's call are given."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as typer does."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:  # typer's own copy of click's NoSuchOption is private
-            if hasattr(error, "possibilities"):
-                option = str(vars(error)["option_name"]).removeprefix("--")
-                name = {"frames": "num_frames", "steps": "num_inference_steps"}.get(option, option.replace("-", "_"))
-                vars(error)["message"] += (
-                    f". Arguments of the pipeline's call are given by --set, such as --set {name}=…"
-                )
-            raise
+from .names import expand_options, patch_options, pipeline_options, read_prompt_table
 
 
-@expand_options(pipeline_options, patch_options, video_options)
+@expand_options(pipeline_options, patch_options)
 def generate_command(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
     options: dict[str, Any],

@@ -7,35 +7,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy
 import torch
-from pydantic import Field
 
 from ..devices import launched_on_cpus
 from ..families.calling import takes_picture
-from ..files import file_hash, folder_for_results
+from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, folder_for_results, visible_files
 from ..patching import find_patched
 from ..reporting import shows_bars
-from ..settings import PositiveInteger, Seed, check_value
+from ..settings import PositiveInteger, Seed, check_value, differences
 from .noise import generator_for
-from .pipelines import PipelineChoice, check_classes
-from .record import (
-    RECORD_NAME,
-    Sample,
-    check_choices,
-    first_sample,
-    import_imageio,
-    read_sample_list,
-    record_choices,
-    record_measured,
-    write_sample,
-    write_sample_list,
-)
+from .pipelines import PipelineChoice
+from .pixels import UnreadableMediaError, read_picture
+from .record import Record, Sample, read_record, write_sample
 
 _MAX_LENGTH, _MAX_BYTES = 60, 150
-"""Maximum length of a prompt in a file name, which may have 255 bytes: 37 letters of four bytes."""
+"""Of a prompt in a file name, which may have 255 bytes: 37 letters of four bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +36,11 @@ class SampleSet(PipelineChoice):
     seed: int | None = 0
     """Seed of the set, from which every sample gets noise of its own; None where every sample has its own seed."""
     batch_size: int = 1
-    """Samples per call of the pipeline."""
+    """Samples per call of the pipeline; 1 where they have pictures."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_value("samples", list(self.samples), Annotated[list[Any], Field(min_length=1)])
-        pictures = any(sample.image for sample in self.samples)
-        check_value("batch_size", self.batch_size, Annotated[PositiveInteger, Field(le=1 if pictures else None)])
+        check_value("batch_size", self.batch_size, PositiveInteger)
         suffix = self.of_family.calling.suffix
         wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
@@ -62,23 +49,18 @@ class SampleSet(PipelineChoice):
     @property
     def choices(self) -> dict[str, Any]:
         """Everything but the prompts that determines the samples, which is recorded beside them."""
-        rate = self.video_rate if self.of_family.makes_videos else None
-        return {**super().choices, "frames_per_second": rate, "seed": self.seed}
+        return {**super().choices, "seed": self.seed}
 
     def check(self) -> None:
-        """Check patch, settings and classes, and that pictures are given where the pipeline needs them alone."""
+        """Check patch and settings, and that pictures are given where the pipeline needs them alone."""
         super().check()
-        check_classes(self.model, self.family, dict.fromkeys(sample.text for sample in self.samples))
         pipeline, images = self.pipeline_class(), [sample.image for sample in self.samples]
         takes = inspect.signature(pipeline.__call__).parameters.get("image")
         if takes is None and any(images):
             raise ValueError(
-                f"{pipeline.__name__} takes no picture; leave --image out, or give --model a folder or Hub id with an "
-                "image-to-video pipeline."
+                f"{pipeline.__name__} takes no picture; leave --image out, or give --model an image-to-video pipeline."
             )
-        needs = takes is not None and (
-            takes.default is takes.empty or (self.of_family.makes_videos and takes_picture(pipeline))
-        )
+        needs = takes and (takes.default is takes.empty or (self.of_family.makes_videos and takes_picture(pipeline)))
         if needs and not all(images):
             raise ValueError(
                 f"{pipeline.__name__} needs a picture for every prompt, and {self.samples[images.index(None)].text!r} "
@@ -93,8 +75,7 @@ def plan_samples(
 
     Prompts are text, or for DiT classes by name or number; ``images`` has the picture of each, or None.
     """
-    check_value("prompts", list(prompts), Annotated[list[str], Field(min_length=1)])
-    check_value("seeds", list(seeds), Annotated[list[Seed], Field(min_length=1)])
+    check_value("seeds", list(seeds), list[Seed])
     samples = []
     for place, (prompt, image) in enumerate(zip(prompts, images or [None] * len(prompts), strict=True)):
         name = name_of_prompt(prompt)
@@ -124,41 +105,28 @@ def name_of_prompt(prompt: str) -> str:
 def generate(
     config: SampleSet, process: int = 0, processes: int = 1, *, show_steps: bool = False
 ) -> Iterator[tuple[Sample, bool]]:
-    """Generate this process's missing samples, with diffusers' bar of the steps on a terminal if asked for.
+    """Generate the missing samples of one of several processes.
 
-    Args:
-        config: which, and how.
-        process: number of this process.
-        processes: that share the samples.
-        show_steps: whether diffusers shows its bar of the steps.
-
-    Yields:
-        Each sample, and whether it was generated (True) or existed already (False); those that existed first.
-
-    Raises:
-        OSError: the output folder is not writable or another run has it, raised before anything is loaded; or writing a
-            file failed.
-        ValueError: a setting that the pipeline does not take, an invalid prompt, a model of another family, a patch
-            that is unknown or does not fit, a folder with files made with other choices, or a result that is not
-            finite.
-        ImportError: imageio is missing, which videos need.
+    Yields each sample, those that existed first, and whether it was generated. ``show_steps`` shows diffusers' bar.
+    OSError if the folder cannot be written or another run has it; ValueError for a choice that does not fit the
+    pipeline, a folder with other samples, or a result that is not finite.
     """
     from diffusers.image_processor import VaeImageProcessor
 
     with folder_for_results(config.output, lock=process == 0):
         config.check()
-        _check_folder(config)
-        if config.of_family.makes_videos:
-            import_imageio()
+        record = _record_with(config)
         missing = []
         for sample in config.samples[process::processes]:
             if (config.output / sample.file).is_file():  # whole, since files are written aside
                 yield sample, False
             else:
                 missing.append(sample)
-        pipe = config.load(sorted({sample.text for sample in config.samples})) if missing else None
-        if pipe is not None:
-            pipe.set_progress_bar_config(disable=not (show_steps and shows_bars()))
+        if not missing:
+            record.write(config.output)
+            return
+        pipe = config.load(sorted({sample.text for sample in config.samples}))
+        pipe.set_progress_bar_config(disable=not (show_steps and shows_bars()))
         for start in range(0, len(missing), config.batch_size):
             batch = missing[start : start + config.batch_size]
             noise = [
@@ -167,11 +135,10 @@ def generate(
                 else generator_for(config.seed or 0, "sample", sample.file)
                 for sample in batch
             ]
-            image = batch[0].image
-            picture = {} if image is None else {"image": _read_first_frame(Path(image))}
+            picture = {} if batch[0].image is None else {"image": _read(Path(batch[0].image))}
             results = config.call(pipe, [sample.text for sample in batch], noise, output_type="np", **picture)
             if not start:  # just before the first file, so that a failing run leaves nothing
-                _record(config)
+                record.write(config.output)
             for sample, result in zip(batch, results, strict=True):
                 if not numpy.isfinite(result).all():
                     raise ValueError(
@@ -182,17 +149,15 @@ def generate(
                     (result,) = VaeImageProcessor.numpy_to_pil(result)
                 write_sample(result, config.output / sample.file, config.video_rate)
                 yield sample, True
-        if not missing:
-            _record(config)
-        measured = [] if pipe is None or process else [one.error_words() for one in find_patched(pipe).values()]
+        measured = [] if process else [one.error_words() for one in find_patched(pipe).values()]
         if any(measured):
-            record_measured(config.output, measured)
+            replace(record, dense_steps=measured).write(config.output)
 
 
 def generate_share(config: SampleSet, *, show_steps: bool = False) -> Iterator[tuple[Sample, bool]]:
-    """Generate the share of this process, on its own device, and wait for the others that accelerate has launched.
+    """Run :func:`generate` in every process that accelerate has launched, on its own device, and wait for the others.
 
-    Yields what :func:`generate` does, in the main process alone.
+    Only the main process yields.
     """
     from accelerate import PartialState
 
@@ -206,43 +171,37 @@ def generate_share(config: SampleSet, *, show_steps: bool = False) -> Iterator[t
     state.wait_for_everyone()
 
 
-def _check_folder(config: SampleSet) -> None:
-    """Raise ValueError unless the samples may be written into the folder.
+def _read(picture: Path) -> Any:
+    try:
+        return read_picture(picture)
+    except UnreadableMediaError as error:
+        raise ValueError(f"{picture} is {error}.") from error
+
+
+def _record_with(config: SampleSet) -> Record:
+    """Return the folder's record with the samples added; ValueError if its files were made otherwise.
 
     Further prompts and seeds may join those of ``mhla generate``, and a longer set with one seed a shorter one.
     """
-    folder = config.output
-    foreign = first_sample(folder)  # looked for first: other processes write the record before any sample
-    if foreign is not None and not (folder / RECORD_NAME).is_file():
+    folder, record = config.output, read_record(config.output)
+    present = [one for one in record.samples if (folder / one.file).is_file()] if record else []
+    if record is None or not present:  # without samples a record is left over from a run that failed
+        media = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+        foreign = next((name for name in visible_files(folder) if name.lower().endswith(media)), None)
+        if foreign is not None:
+            raise ValueError(f"{folder} has files that are not of this set, such as {foreign}. Choose an empty folder.")
+        return Record(config.choices, sorted(config.samples, key=lambda one: one.file))
+    changed = [f"{name}={old!r}, now {new!r}" for name, old, new in differences(record.choices, config.choices)]
+    if changed:
         raise ValueError(
-            f"{folder} has files that are not of this set, such as {foreign.relative_to(folder)}. Choose an empty "
-            "folder."
+            f"{folder} has files made with other settings ({'; '.join(changed)}). Choose another output folder."
         )
-    check_choices(folder, config.choices)
-    planned = {sample.file: sample.text for sample in config.samples}
-    for sample in read_sample_list(folder) or () if config.seed is not None else ():
-        if planned.get(sample.file) != sample.text and (folder / sample.file).is_file():
-            raise ValueError(
-                f"{folder} has another set: there {sample.file} shows {sample.text!r}, here "
-                f"{planned.get(sample.file, 'no such file')!r}. Choose another output folder."
-            )
-
-
-def _record(config: SampleSet) -> None:
-    """Write the settings and the list of samples; every process writes the same."""
-    record_choices(config.output, config.choices)
     planned = {sample.file: sample for sample in config.samples}
-    earlier = {sample.file: sample for sample in read_sample_list(config.output) or ()}
-    kept = {file: sample for file, sample in earlier.items() if file in planned or (config.output / file).is_file()}
-    listed = kept | planned
-    write_sample_list([listed[file] for file in sorted(listed)], config.output)
-
-
-def _read_first_frame(file: Path) -> Any:
-    """Read a sample's picture; ValueError naming it if that fails."""
-    from .pixels import UnreadableMediaError, read_picture
-
-    try:
-        return read_picture(file)
-    except UnreadableMediaError as error:
-        raise ValueError(f"{file} is {error}.") from error
+    for sample in present:
+        if (other := planned.get(sample.file, sample)).text != sample.text:
+            raise ValueError(
+                f"{folder} has another set: there {sample.file} shows {sample.text!r}, here {other.text!r}. "
+                "Choose another output folder."
+            )
+    listed = {sample.file: sample for sample in present} | planned
+    return Record(record.choices, [listed[file] for file in sorted(listed)], record.dense_steps)

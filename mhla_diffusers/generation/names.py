@@ -1,25 +1,15 @@
-"""Parse and check user input: prompt files, arguments of a pipeline's call, and the options that choose a pipeline."""
+"""What users write: files of prompts, arguments of a pipeline's call, and the options that choose a pipeline."""
 
 import functools
 import inspect
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
-from ..errors import check_names
 from ..files import check_unique, read_csv, read_json_lines, read_lines
-from ..settings import Flag, Integer, Number, PositiveInteger, check_value, parse_yaml
-
-_WRITABLE = {bool, int, float, str, list, dict}
-"""Allowed types of settings: tensors, generators and functions cannot be recorded beside the results."""
-
-_GIVEN = {"prompt", "class_labels", "generator", "output_type", "return_dict"}
-_GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
-"""Arguments that are set elsewhere, or that would change what a call returns."""
+from ..settings import parse_yaml
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -34,33 +24,25 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
     """Read prompts and pictures: the columns ``text`` and ``image`` of a .csv or .jsonl; other files hold one a line.
 
-    Paths of pictures are relative to the file's folder; the column may be absent.
-
-    Raises:
-        ValueError: a file without prompts, a row without one, or with a picture that is not a path.
+    Paths of pictures are relative to the file's folder; the column may be absent. A row without a text is a ValueError.
     """
     reader = {".csv": read_csv, ".jsonl": read_json_lines}.get(path.suffix.lower())
     rows: list[tuple[str, Path | None]] = [] if reader else [(prompt, None) for prompt in read_lines(path)]
     for number, row in enumerate(reader(path) if reader else (), start=1):
         columns = row if isinstance(row, dict) else {}
-        text, image = columns.get("text"), columns.get("image") or ""
+        text, image = columns.get("text"), str(columns.get("image") or "").strip()
         if not isinstance(text, str) or not text.strip():
-            others = "" if "text" in columns or not columns else f", but {', '.join(map(str, columns))}"
-            raise ValueError(f"Row {number} of {path} has no prompt in its column 'text'{others}.")
-        if not isinstance(image, str):
-            raise ValueError(f"Row {number} of {path}: image={image!r} must be the path of a picture.")
-        rows.append((text.strip(), path.parent / image.strip() if image.strip() else None))
+            raise ValueError(
+                f"Row {number} of {path} has no prompt in a column 'text'; its columns are: {', '.join(columns)}."
+            )
+        rows.append((text.strip(), path.parent / image if image else None))
     if not rows:
         raise ValueError(f"Prompt file {path} holds no prompts; write one per line, or per row of .csv or .jsonl.")
     return tuple(rows)
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse ``key=value`` arguments of the pipeline's call, each given once; values are YAML.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Parse ``key=value`` arguments of the pipeline's call, each given once; values are YAML."""
     settings = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -69,28 +51,6 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         settings[name] = parse_yaml(value, f"Setting {text!r}")
     check_unique([text.partition("=")[0] for text in texts], "The setting")
     return settings
-
-
-def check_settings(pipeline: type, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for settings that a pipeline's ``__call__`` lacks or annotates otherwise, or not finite ones."""
-    parameters = inspect.signature(pipeline.__call__, eval_str=True).parameters
-    annotated = {name: _types(one.annotation) & _WRITABLE for name, one in parameters.items() if name not in _GIVEN}
-    allowed = {name: types for name, types in annotated.items() if types}
-    check_names(settings, sorted(allowed), f"setting of a call of {pipeline.__name__}")
-    for name, value in settings.items():
-        types = allowed[name]
-        # annotations of diffusers often omit None; integers of these pipelines are sizes and counts
-        strict = {int: PositiveInteger if types == {int} else Integer, float: Number, bool: Flag}
-        kind: Any = functools.reduce(operator.or_, (strict.get(one, one) for one in types))
-        check_value(name, value, kind if types <= {int, float} else kind | None)
-
-
-def _types(annotation: Any) -> set[type]:
-    """Return the classes that an annotation allows, without those inside containers."""
-    if get_origin(annotation) in (Union, UnionType):
-        return set().union(*map(_types, get_args(annotation)))
-    found = get_origin(annotation) or annotation
-    return {found} if isinstance(found, type) else set()
 
 
 def pipeline_options(
@@ -111,7 +71,9 @@ def pipeline_options(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Argument of the pipeline's call; repeatable."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Argument of the pipeline's call, such as num_frames=81; repeatable."
+        ),
     ] = None,
 ) -> dict[str, Any]:
     """Return the options as arguments of :class:`PipelineChoice`, with ``settings`` parsed."""
@@ -153,16 +115,10 @@ def _parse_steps(text: str) -> int | float | str:
         return text
 
 
-def video_options(frames_per_second: Annotated[int | None, typer.Option(help="Of videos.")] = None) -> dict[str, Any]:
-    """Return the options of commands that write samples as arguments of :class:`PipelineChoice`."""
-    return {"frames_per_second": frames_per_second}
-
-
 def expand_options(*groups: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a command take the options of functions such as :func:`pipeline_options` as its dictionary ``options``.
 
-    Each group is called with its own parameters, and the dictionaries are merged; where two groups have a parameter of
-    the same name the later one's default counts.
+    Each group is called with its own parameters, and the dictionaries are merged.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

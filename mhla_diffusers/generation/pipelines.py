@@ -16,22 +16,17 @@ import torch
 
 from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
-from ..errors import check_choice, nearest
+from ..errors import check_choice, check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
-from ..files import content_of, read_json
+from ..files import fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
-from ..reporting import times
-from ..settings import PositiveInteger, check_value
 from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
 from ..tiny.digits import FRAMES, FRAMES_PER_SECOND, PICTURE_SIZE
-from .names import check_settings
 
-_MODULAR_INDEX = "modular_model_index.json"
-_MODULAR = (
-    "It is a modular pipeline, which the mhla command does not call: load it with diffusers' "
-    "ModularPipeline.from_pretrained and patch it with apply_mhla(pipe, ...)."
-)
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
+_GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
+_GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
+"""Arguments of a pipeline's call that are set elsewhere, or that would change what it returns."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +44,10 @@ class PipelineChoice:
     """Settings that change those of the patch, such as density; alone they are of the family's own patch."""
     weights: str | None = None
     """Result of ``mhla finetune``, or the folder or Hub id of a patch."""
-    frames_per_second: int | None = None
-    """Frame rate of videos; default: that of the family's clips or of the tiny pipeline."""
     device: str = "cpu"
-    """For example cuda:1, or "auto" for a GPU if there is one."""
     dtype: str = "float32"
-    """Type of the weights, for example bfloat16; bf16 is stored as bfloat16."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the pipeline's call, for example height, width, num_frames, num_inference_steps."""
+    """Further arguments of the pipeline's call, such as height or num_inference_steps."""
 
     def __post_init__(self) -> None:
         family_named(self.family)
@@ -75,12 +66,6 @@ class PipelineChoice:
             object.__setattr__(self, "weights", str(_result_in(self.weights)))
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        check_value("frames_per_second", self.frames_per_second, PositiveInteger | None)
-        if self.frames_per_second is not None and not self.of_family.makes_videos:
-            raise ValueError(
-                f"frames_per_second={self.frames_per_second} is for videos, but {self.family!r} makes images; leave it "
-                "out."
-            )
 
     @property
     def of_family(self) -> Family:
@@ -89,30 +74,20 @@ class PipelineChoice:
 
     @property
     def video_rate(self) -> int:
-        """Frames per second of written videos."""
-        if self.frames_per_second is not None:
-            return self.frames_per_second
+        """Frames per second of written videos: that of the tiny pipeline, or of the family's clips."""
         return FRAMES_PER_SECOND if self.model is None else round(self.of_family.default_clip.fps)
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Everything but prompt and seed that determines a result, including the content of model, patch and weights.
-
-        Content is None where it is not known: that of a Hub id.
-        """
+        """Everything but prompt and seed that determines a result, with the content of model, patch and weights."""
         names = ("family", "model", "patch", "patch_settings", "weights", "dtype", "settings")
-        weights = self._weights_folder
+        weights = None if self.weights is None else adapted_patch_folder(self.weights) or Path(self.weights)
         return {
             **{name: getattr(self, name) for name in names},
-            "call": self.known_arguments,
-            "model_content": None if self.model is None else content_of(Path(self.model)),
+            "model_content": None if self.model is None else fingerprint(Path(self.model)),
             "patch_content": None if self.patch is None else load_patch(self.patch).patch.to_dict(),
-            "weights_content": None if weights is None else content_of(weights),
+            "weights_content": None if weights is None else fingerprint(weights),
         }
-
-    @property
-    def _weights_folder(self) -> Path | None:
-        return None if not self.weights else adapted_patch_folder(self.weights) or Path(self.weights)
 
     @property
     def known_arguments(self) -> dict[str, Any]:
@@ -136,14 +111,9 @@ class PipelineChoice:
             runs = f"sparse attention, density {config.density:.1%}"
         else:
             runs = f"{config.attention}, to be adapted"
-        call = dict(self.known_arguments)  # last, since it may ask the Hub
-        parts = [f"{self.model or f'tiny-{self.family}'} on {choose_device(self.device)} in {self.dtype}"]
-        if steps := call.pop("num_inference_steps", None):
-            parts.append(f"{steps} step{'s' * (steps > 1)}")
-        if size := [call[name] for name in ("height", "width", "num_frames", "video_length") if name in call]:
-            parts.append(times(size) + " frames" * ("height" not in call))
-        parts += [f"guidance {scale:g}" for name, scale in call.items() if name.endswith("_scale")]
-        return ", ".join([*parts, runs])
+        call = [f"{name} {value:g}" for name, value in self.known_arguments.items()]
+        model = self.model or f"tiny-{self.family}"
+        return ", ".join([f"{model} on {choose_device(self.device)} in {self.dtype}", runs, *call])
 
     @property
     def _patch_config(self) -> PatchConfig:
@@ -156,14 +126,16 @@ class PipelineChoice:
         if self.patch is not None or (self.weights is None and self.patch_settings):
             _ = self._patch_config
         if self.settings or self.model is not None:
-            check_settings(self.pipeline_class(), self.settings)
+            pipeline = self.pipeline_class()
+            known = [name for name in inspect.signature(pipeline.__call__).parameters if name not in _GIVEN]
+            check_names(self.settings, known, f"setting of a call of {pipeline.__name__}")
 
     def pipeline_class(self) -> Any:
         """Return the class of the pipeline, read without its weights; raises ValueError if diffusers lacks it."""
         import diffusers
 
         model = str(pipeline_folder(self.family)) if self.model is None else self.model
-        name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
+        name = _index(model).get("_class_name")
         pipeline = getattr(diffusers, str(name), None)
         if pipeline is None:
             raise ValueError(
@@ -172,11 +144,7 @@ class PipelineChoice:
         return pipeline
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
-        """Load the pipeline onto its device, check the prompts, and patch it if asked for.
-
-        Raises:
-            ValueError: a model of another family, a patch or weights that do not fit, or an invalid prompt.
-        """
+        """Load the pipeline onto its device, check the prompts, and patch it; ValueError for what does not fit."""
         pipe = load_pipeline(self.model, self.family, self.device, FLOAT_TYPES[self.dtype])
         found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
         if found != {self.family}:
@@ -192,10 +160,7 @@ class PipelineChoice:
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
-        """Call the pipeline as :meth:`Training.call`: a tiny one with the settings that it was trained for.
-
-        It makes as many frames as ``num_frames`` says.
-        """
+        """Call the pipeline and return a sample per prompt; ``num_frames`` is how many frames come out."""
         defaults = call_settings(self.family) if self.model is None else {}
         settings = {**defaults, **self.settings, **arguments}
         if (frames := self.settings.get("num_frames")) is not None:
@@ -226,7 +191,7 @@ def load_pipeline(
         model = pipeline_source(model)
         import_module(family_named(family).library)  # diffusers loads classes only from imported modules
         absent = {name: transformer_without_weights(model, family, name) for name in without_weights}
-        name = read_json(pipeline_file(model, "model_index.json")).get("_class_name")
+        name = _index(model).get("_class_name")
         # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
         pipe = getattr(diffusers, str(name), diffusers.DiffusionPipeline).from_pretrained(model, dtype=dtype, **absent)
         for name in absent:  # cannot be moved
@@ -246,24 +211,19 @@ def transformer_without_weights(model: str, family: str, component: str = "trans
 
 
 def load_result(pipe: Any, result: str | Path) -> None:
-    """Load the result of a finished run into a pipeline: a trained patch, or a whole unpatched transformer.
+    """Load a trained patch, or a whole trained transformer, into an unpatched pipeline of the model that was trained.
 
-    Args:
-        pipe: unpatched, of the model that was trained.
-        result: folder of a run, or the folder or Hub id of a patch.
-
-    Raises:
-        ValueError: another model's weights, or as :func:`mhla_diffusers.load_mhla`.
+    ``result`` is the folder of a run, or the folder or Hub id of a patch. ValueError for another model's weights.
     """
     folder = _result_in(result)
-    if (folder / "config.json").is_file() and not (folder / PATCH_FILE).is_file():
-        made_for = read_json(folder / "config.json").get("_class_name")
-        if made_for != type(pipe.transformer).__name__:
-            raise ValueError(f"{folder} holds a {made_for}, but the pipeline has a {type(pipe.transformer).__name__}.")
-        trained = type(pipe.transformer).from_pretrained(folder, dtype=pipe.transformer.dtype)
-        pipe.transformer = trained.to(pipe.transformer.device)
+    if not (folder / "config.json").is_file() or (folder / PATCH_FILE).is_file():
+        load_mhla(pipe, folder)
         return
-    load_mhla(pipe, folder)
+    made_for = read_json(folder / "config.json").get("_class_name")
+    if made_for != type(pipe.transformer).__name__:
+        raise ValueError(f"{folder} holds a {made_for}, but the pipeline has a {type(pipe.transformer).__name__}.")
+    trained = type(pipe.transformer).from_pretrained(folder, dtype=pipe.transformer.dtype)
+    pipe.transformer = trained.to(pipe.transformer.device)
 
 
 def _result_in(weights: str | Path) -> Path:
@@ -280,17 +240,21 @@ def _result_in(weights: str | Path) -> Path:
 
 
 def component_identity(model: str, component: str) -> str:
-    """Return class and configuration of a component such as ``vae``, read without its weights.
+    """Return class and configuration of a component, such as ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``.
 
-    For example ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``, or "none" if there is no such component.
+    Read without its weights; "none" if there is no such component.
     """
-    _, name = read_json(pipeline_file(model, "model_index.json")).get(component) or (None, None)
+    _, name = _index(model).get(component) or (None, None)
     if name is None:
         return "none"
     config = read_json(pipeline_file(model, f"{component}/config.json"))
     kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_IDENTITY}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
     return f"{name} (configuration {digest[:12]})"
+
+
+def _index(model: str) -> dict[str, Any]:
+    return dict(read_json(pipeline_file(model, "model_index.json")))
 
 
 def class_count(model: str | None, family: str) -> int:
@@ -307,11 +271,8 @@ def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> Non
 
 
 def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the index of a pipeline and the configuration of its transformer."""
     place = str(pipeline_folder(family)) if model is None else model
-    return read_json(pipeline_file(place, "model_index.json")), read_json(
-        pipeline_file(place, "transformer/config.json")
-    )
+    return _index(place), read_json(pipeline_file(place, "transformer/config.json"))
 
 
 def family_named(name: str) -> Family:
@@ -335,8 +296,7 @@ def family_of(model: str, component: str = "transformer") -> Family:
 def transformers_of(model: str) -> list[str]:
     """Return the names of a pipeline's components that are supported transformers, read without their weights."""
     supported = {cls for family in families() for cls in family.transformers}
-    entries = read_json(pipeline_file(model, "model_index.json")).items()
-    return [part for part, entry in entries if isinstance(entry, list) and entry[1] in supported]
+    return [part for part, entry in _index(model).items() if isinstance(entry, list) and entry[1] in supported]
 
 
 def pipeline_source(model: str) -> str:
@@ -362,28 +322,26 @@ def usual_clip(model: str, family: Family) -> Clip:
 
 
 def pipeline_file(model: str, name: str) -> Path:
-    """Return a file of a pipeline, local or from the Hub; FileNotFoundError for none, or a modular pipeline."""
+    """Return a file of a pipeline, local or from the Hub; FileNotFoundError if there is none."""
     model = pipeline_source(model)
     if Path(model).is_dir():
-        path = Path(model, name)
-        if not path.is_file():
-            modular = f" {_MODULAR}" if Path(model, _MODULAR_INDEX).is_file() else ""
-            raise FileNotFoundError(f"{model} is not a diffusers pipeline: {name} is missing.{modular}")
-        return path
-    from huggingface_hub import file_exists, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        if not Path(model, name).is_file():
+            raise FileNotFoundError(
+                f"{model} is not a diffusers pipeline: {name} is missing. A modular pipeline, with "
+                "modular_model_index.json, can be patched in Python alone: apply_mhla(pipe)."
+            )
+        return Path(model, name)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     try:
         if not isinstance(try_to_load_from_cache(model, name), str):
             check_network()  # since the Hub's client would try for half a minute
         return Path(hf_hub_download(model, name))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        missing = isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
-        modular = f" {_MODULAR}" if missing and file_exists(model, _MODULAR_INDEX) else ""
+    except (OSError, ValueError) as error:
         near = nearest(model, [f"tiny-{family}" for family in TINY]) if "/" not in model else ""
         raise FileNotFoundError(
             f"{model} is neither a local folder nor a pipeline that could be read from the Hub{near and f' ({near})'}: "
-            f"{error}{modular}"
+            f"{error}"
         ) from error
 
 

@@ -12,23 +12,15 @@ from PIL import Image, ImageOps
 
 from ..errors import installing
 
-_BITS_16 = 257
-"""65535 / 255: value of a 16-bit channel over that of an 8-bit one."""
-
 
 class UnreadableMediaError(ValueError):
-    """A picture or video that is damaged, too short, or something else."""
+    """A picture or video that is damaged, too short, or something else; the message can follow "file is"."""
 
 
 def read_picture(source: Path | BytesIO, *, upright: bool = True) -> Image.Image:
-    """Read a picture as RGB of 8 bits.
+    """Read a picture as RGB of 8 bits; UnreadableMediaError if that fails.
 
-    Args:
-        source: a file or its content.
-        upright: turn it as its EXIF data says and lay what is transparent on white, instead of only converting it.
-
-    Raises:
-        UnreadableMediaError: the reason, which can follow "file is".
+    ``upright`` turns it as its EXIF data says and lays what is transparent on white.
     """
     try:
         with Image.open(source) as image:
@@ -39,16 +31,11 @@ def read_picture(source: Path | BytesIO, *, upright: bool = True) -> Image.Image
 
 @contextmanager
 def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
-    """Context with the container and the stream of a video, opened by PyAV.
-
-    Raises:
-        UnreadableMediaError: what fails within the context, which can follow "file is".
-        ImportError: PyAV is missing.
-    """
+    """Context with the container and the stream of a video of PyAV; UnreadableMediaError for what fails in it."""
     try:
         import av
     except ImportError as error:
-        raise ImportError(f"Reading videos needs PyAV; {installing('train')}.") from error
+        raise ImportError(f"Reading videos needs PyAV; {installing('video')}.") from error
     try:
         with av.open(str(source) if isinstance(source, Path) else source, "r") as container:
             if not container.streams.video:
@@ -62,13 +49,10 @@ def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """Return a picture as RGB of 8 bits, turned as its EXIF data says; what is transparent is laid on white.
-
-    PIL's own conversion cuts 16-bit grey off at 255, so that nearly all of it becomes white.
-    """
+    """Return a picture as RGB of 8 bits, turned as its EXIF data says; what is transparent is laid on white."""
     turned = ImageOps.exif_transpose(image)
-    if turned.mode.startswith("I"):
-        scaled = numpy.asarray(turned).astype(numpy.float64) / _BITS_16
+    if turned.mode.startswith("I"):  # 16-bit grey, which PIL's own conversion cuts off at 255
+        scaled = numpy.asarray(turned).astype(numpy.float64) * 255 / 65535
         turned = Image.fromarray(scaled.round().clip(0, 255).astype(numpy.uint8))
     if turned.has_transparency_data:
         opaque = turned.convert("RGBA")
@@ -83,16 +67,7 @@ def shown_shape(frame: Any, stream: Any) -> tuple[int, int]:
 
 
 def shown_pixels(frame: Any, height: int, width: int) -> torch.Tensor:
-    """Return a frame of PyAV turned and mirrored as it is shown, since phones film on their side.
-
-    Args:
-        frame: of a video.
-        height: of the result, to which it is scaled.
-        width: likewise.
-
-    Returns:
-        uint8 (height, width, 3).
-    """
+    """Return a frame of PyAV, scaled to a size and turned and mirrored as it is shown: uint8 (height, width, 3)."""
     transposed, columns, rows = _orientation(frame)
     stored = (width, height)[::-1] if transposed else (width, height)
     scaled = frame.reformat(width=stored[0], height=stored[1], format="rgb24", interpolation="BICUBIC")

@@ -19,19 +19,12 @@ _SMALLEST_LPIPS = 31
 _ALEXNET = "alexnet-owt-7be5be79.pth"
 
 
-def image_metrics() -> Any:
-    """Import torchmetrics' functions of images; the ImportError says how to get it."""
-    try:
-        from torchmetrics.functional import image
-    except (ImportError, RuntimeError) as error:  # RuntimeError if an installed torchvision does not match torch
-        raise ImportError(f"PSNR and SSIM need torchmetrics ({error}): pip install torchmetrics") from error
-    return image
-
-
 def psnr(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return the peak signal-to-noise ratio in dB over the three channels: float64 (F,), 100 for equal frames."""
+    from torchmetrics.functional.image import peak_signal_noise_ratio
+
     pair = frames.double(), reference.double()
-    ratio = image_metrics().peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=(1, 2, 3))
+    ratio = peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=(1, 2, 3))
     return torch.as_tensor(ratio).clamp(max=_LARGEST_PSNR)
 
 
@@ -40,9 +33,11 @@ def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
     Gaussian window inside the frame, K1 = 0.01, K2 = 0.03; torchmetrics' own mean includes reflected borders.
     """
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
     if min(frames.shape[2:]) < _WINDOW:
         return torch.full((len(frames),), torch.nan)
-    _, values = image_metrics().structural_similarity_index_measure(
+    _, values = structural_similarity_index_measure(
         frames.float() / 255, reference.float() / 255, data_range=1.0, reduction="none", return_full_image=True
     )
     border = _WINDOW // 2
@@ -50,22 +45,13 @@ def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], list[str]]:
-    """Return name → measure for PSNR, SSIM and LPIPS with AlexNet, and why any is missing. Downloads nothing.
-
-    Raises:
-        ValueError: no such device here.
-    """
+    """Return name → measure for PSNR, SSIM and LPIPS with AlexNet, and why LPIPS is missing. Downloads nothing."""
     place = choose_device(device)
 
-    def on_device(measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Similarity:
+    def on_device(measure: Similarity) -> Similarity:
         return lambda frames, reference: measure(frames.to(place), reference.to(place)).cpu()
 
-    found: dict[str, Similarity] = {}
-    try:
-        image_metrics()
-        found = {"psnr": on_device(psnr), "ssim": on_device(ssim)}
-    except ImportError as error:
-        return found, [f"PSNR, SSIM and LPIPS are left out: {error}."]
+    found = {"psnr": on_device(psnr), "ssim": on_device(ssim)}
     weights = Path(torch.hub.get_dir(), "checkpoints", _ALEXNET)
     if not weights.is_file():
         source = f"https://download.pytorch.org/models/{_ALEXNET}"
@@ -73,7 +59,7 @@ def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], list[
     try:
         from torchmetrics.image import LearnedPerceptualImagePatchSimilarity
 
-        model = LearnedPerceptualImagePatchSimilarity("alex", reduction="none").to(place)
+        model: Any = LearnedPerceptualImagePatchSimilarity("alex", reduction="none").to(place)
     except (ImportError, RuntimeError) as error:  # no torchvision, or one of another torch
         return found, [f"LPIPS is left out: it needs a torchvision that matches your torch ({error})."]
 

@@ -1,5 +1,6 @@
 """Load a saved patch from a folder or the Hub."""
 
+import json
 import shlex
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from torch import nn
 from ..config import PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
 from ..errors import check, said_allowed
 from ..families import get_family
-from ..files import parse_json
 from ..settings import Flag, check_value
 from .finding import find_transformers, is_patched
 from .patch import Layers, attach, detach, plan_patch, replace_weights
@@ -172,7 +172,7 @@ def read_record(folder: Path) -> PatchRecord:
         raise FileNotFoundError(f"{folder} holds no MHLA patch: {PATCH_FILE} is missing.{why}")
     try:
         with safe_open(path, framework="pt") as file:
-            content = parse_json((file.metadata() or {}).get(RECORD, "null"))
+            content = json.loads((file.metadata() or {}).get(RECORD, "null"))
         version = content.get("format_version", FORMAT_VERSION) if isinstance(content, Mapping) else FORMAT_VERSION
         check(
             version == FORMAT_VERSION,

@@ -99,8 +99,7 @@ def parse_caption(caption: str) -> Scene:
 def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
     """Draw a scene with handwritten digits of ``size`` pixels; digits, places and speeds come from the seed.
 
-    Returns:
-        (1, 64, 64) float32 in [0, 1] for a still scene, (9, 64, 64) for a moving one.
+    (1, 64, 64) float32 in [0, 1] for a still scene, (9, 64, 64) for a moving one.
     """
     chance = random.Random(f"{seed} {scene.caption}")
     frames = 1 if scene.motion is None else FRAMES

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..devices import choose_device
-from ..errors import check
 from .digits import parse_caption
 from .pipelines import TinyPipeline, tiny_pipeline
 
@@ -39,21 +38,12 @@ def load_tiny(family: str, device: str | torch.device = "cpu", *, control: bool 
     """Load the tiny pipeline of a family: a ``DiTPipeline``, ``SanaPipeline`` or ``WanPipeline`` in float32.
 
     Arguments that its call is not given are those of :func:`call_settings`, and that of DiT takes a text:
-    ``load_tiny("wan")("a seven moving left").frames[0]``, ``load_tiny("dit")("a seven").images[0]``.
-
-    Args:
-        family: dit, sana or wan.
-        device: where it runs; "auto" for a GPU if there is one.
-        control: with the transformer trained on, its own attention kept, for as long as the adapted patches that ship
-            were adapted: what these are to be compared with.
-
-    Raises:
-        ValueError: unknown family, no such device here, or ``control`` that is neither True nor False.
-        DamagedAssetError: files are missing or damaged.
+    ``load_tiny("wan")("a seven moving left").frames[0]``, ``load_tiny("dit")("a seven").images[0]``. With ``control``
+    the transformer, its own attention kept, was trained on for as long as the patches that ship were adapted.
+    DamagedAssetError if files are missing or damaged.
     """
     from diffusers import DiffusionPipeline
 
-    check(isinstance(control, bool), f"control={control!r} must be True or False.")
     folder, place = pipeline_folder(family), choose_device(str(device))
     check_asset(folder)
     pipe = DiffusionPipeline.from_pretrained(folder)
@@ -82,11 +72,7 @@ def _use_call_settings(pipe: Any, tiny: TinyPipeline) -> None:
 
 
 def load_control(transformer: nn.Module, file: Path) -> None:
-    """Load the weights of a control, which are those that differ, into the transformer of a tiny pipeline.
-
-    Raises:
-        DamagedAssetError: weights of another transformer.
-    """
+    """Load the weights of a control, which are those that differ; DamagedAssetError for another transformer's."""
     unknown = transformer.load_state_dict(load_file(file), strict=False).unexpected_keys
     if unknown:
         raise _damaged([f"{file.name} (has {unknown[0]}, which {type(transformer).__name__} has not)"])
@@ -102,11 +88,7 @@ def call_settings(family: str) -> dict[str, Any]:
 
 
 def check_asset(path: Path) -> None:
-    """Compare a file, or every file of a folder, with the checksums that were recorded when it was made.
-
-    Raises:
-        DamagedAssetError: which files are missing or damaged, and how to restore them.
-    """
+    """Compare a file, or every file of a folder, with its recorded checksum; DamagedAssetError names what differs."""
     try:
         recorded: dict[str, str] = json.loads(CHECKSUM_FILE.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError) as error:

@@ -64,11 +64,7 @@ class TinyPipeline:
         return str(scene.labels[0]) if self.prompts_are_classes else scene.caption
 
     def scene(self, prompt: str) -> Scene | None:
-        """Return the scene that a prompt asks for; None for one that another tiny pipeline is meant to get.
-
-        Raises:
-            ValueError: a text without digit words.
-        """
+        """Return the scene that a prompt asks for; None for another tiny pipeline's, ValueError without digit words."""
         if self.prompts_are_classes:
             return Scene((int(prompt),)) if prompt.isdigit() else None
         scene = parse_caption(prompt)

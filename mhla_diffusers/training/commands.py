@@ -183,8 +183,7 @@ def _log_lines() -> None:
 def _load(model: str, device: str, precision: str, uses_transformer: bool) -> Any:
     """Load a pipeline, without its transformer if that is not used."""
     from ..devices import FLOAT_TYPES, dtype_name
-    from ..generation import family_of, load_pipeline
-    from ..generation.pipelines import transformers_of
+    from ..generation.pipelines import family_of, load_pipeline, transformers_of
 
     dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
     return load_pipeline(
@@ -203,8 +202,7 @@ def _clips(
     """Return the clips of a source's YAML file, else of the model, changed by the values given; None if none is."""
     from dataclasses import replace
 
-    from ..generation import family_of
-    from ..generation.pipelines import usual_clip
+    from ..generation.pipelines import family_of, usual_clip
     from ..reporting import parse_size
     from .data.clips import Clips
     from .data.sources import read_sources

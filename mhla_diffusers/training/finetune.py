@@ -15,8 +15,15 @@ from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpu
 from ..errors import check
 from ..families import Clip, trained_family
 from ..files import folder_for_results, read_json
-from ..generation import family_of, load_pipeline, pipeline_file
-from ..generation.pipelines import pipeline_source, tiny_of, transformers_of, usual_clip
+from ..generation.pipelines import (
+    family_of,
+    load_pipeline,
+    pipeline_file,
+    pipeline_source,
+    tiny_of,
+    transformers_of,
+    usual_clip,
+)
 from ..patching import apply_mhla, read_record
 from .config import TrainingConfig
 from .data.cache import INDEX_NAME, LatentCache

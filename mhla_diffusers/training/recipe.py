@@ -21,7 +21,7 @@ from ..config import LinearConfig, load_patch
 from ..devices import is_first_process, launched_on_cpus, launched_processes, peak_memory
 from ..errors import check
 from ..families import NoisedBatch, trained_family
-from ..files import content_of, folder_for_results, write_tensors
+from ..files import fingerprint, folder_for_results, write_tensors
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..patching.weights import LORA
 from ..reporting import progress, scaled, shows_bars
@@ -583,10 +583,10 @@ def content_of_run(config: TrainingConfig) -> dict[str, Any]:
     patch, model = config.patch, config.model
     found: Any = None
     if isinstance(patch, str):
-        found = content_of(Path(patch)) if Path(patch).is_dir() else load_patch(patch).patch.to_dict()
+        found = fingerprint(Path(patch)) if Path(patch).is_dir() else load_patch(patch).patch.to_dict()
     return {
         "the content of patch": found,
-        "the content of model": None if model is None else content_of(Path(model)),
+        "the content of model": None if model is None else fingerprint(Path(model)),
     }
 
 

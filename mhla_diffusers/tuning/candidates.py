@@ -20,7 +20,6 @@ LADDERS: dict[str, tuple[Any, ...]] = {
     "dense_every": (0, 20, 10, 5),
     "dense_last": (0, 1),
     "dense_layers": (0, 1, 2),
-    "layers": ("all", "2/3", "1/3"),
 }
 """Setting → the values that are tried, from cheap to faithful."""
 THRESHOLDS = (0.2, 0.1, 0.05)
@@ -64,22 +63,21 @@ class Candidate:
             parts.append(f"First Block Cache {self.cache}")
         return ", ".join(parts) or "unpatched"
 
-    def neighbours(self, layers: bool) -> "Iterator[Candidate]":
-        """Yield the patches that differ in one setting by one place on its ladder; in ``layers`` only if asked for."""
-        for axis, (name, ladder) in enumerate(LADDERS.items()):
+    def neighbours(self) -> "Iterator[Candidate]":
+        """Yield the patches that differ in one setting by one place on its ladder."""
+        for axis, ladder in enumerate(LADDERS.values()):
             for place in (self.places[axis] - 1, self.places[axis] + 1):
-                if 0 <= place < len(ladder) and (layers or name != "layers"):
+                if 0 <= place < len(ladder):
                     places = (*self.places[:axis], place, *self.places[axis + 1 :])
                     yield Candidate(tuple(values[at] for values, at in zip(LADDERS.values(), places, strict=True)))
 
-    def cost(self, steps: int, layers: int) -> float:
-        """Estimate the share of attention's pairs that a call of ``steps`` steps and ``layers`` layers computes."""
+    def cost(self, steps: int, depth: int) -> float:
+        """Estimate the share of attention's pairs that a call computes: of its steps, in ``depth`` self-attentions."""
         if (config := self.config) is None:
             return 1.0
         dense_steps = len(config.dense_steps(steps)) / steps
-        dense_layers = min(1.0, config.dense_layers / layers)
-        shares = dict(zip(LADDERS["layers"], (1, 2 / 3, 1 / 3), strict=True))
-        return 1 - shares[str(config.layers)] * (1 - dense_steps) * (1 - dense_layers) * (1 - config.density)
+        dense_layers = min(1.0, config.dense_layers / depth)
+        return 1 - (1 - dense_steps) * (1 - dense_layers) * (1 - config.density)
 
     @contextmanager
     def applied(self, pipe: Any) -> Iterator[None]:
@@ -224,29 +222,19 @@ def search_rank(trial: Trial, target: Target, steps: int, depth: int) -> tuple[b
 
 
 def next_candidate(
-    trials: Sequence[Trial], target: Target, steps: int, depth: int, layers: bool = False, cache: bool = False
+    trials: Sequence[Trial], target: Target, steps: int, depth: int, cache: bool = False
 ) -> Candidate | None:
     """Choose what to try next: the profiles, neighbours of the best on the ladders, then First Block Cache.
 
     If the best meets a target PSNR, its cheaper neighbours are tried, and what lies between it and the nearest miss;
     else its more faithful neighbours. For a speedup it is the other way round. With a target PSNR the choice does not
-    depend on measured times.
-
-    Args:
-        trials: those of candidates so far.
-        target: what is asked for.
-        steps: denoising steps of a call.
-        depth: self-attentions of the transformer.
-        layers: whether to leave a share of the layers dense, too.
-        cache: whether to try First Block Cache alone and beside the best patch.
-
-    Returns:
-        A candidate, or None if nothing is left to try.
+    depend on measured times. ``steps`` are of a call, ``depth`` counts the self-attentions of the transformer.
+    ``cache`` tries First Block Cache alone and beside the best patch. None if nothing is left to try.
     """
 
     def effect(one: Candidate) -> object:  # with few steps several settings do the same
         config = one.config
-        return one.cache, config and (config.density, config.dense_steps(steps), config.dense_layers, config.layers)
+        return one.cache, config and (config.density, config.dense_steps(steps), config.dense_layers)
 
     def cost(one: Candidate) -> float:
         return one.cost(steps, depth)
@@ -269,7 +257,7 @@ def next_candidate(
         missed = [trial for trial in patched if not target.is_met(trial)] if met else []
         towards = 1 if met == (target.psnr is None) else -1  # faithful, or cheap
         own, found = cost(best.candidate), []
-        for one in best.candidate.neighbours(layers):
+        for one in best.candidate.neighbours():
             is_hopeless = any(
                 all(towards * a >= towards * b for a, b in zip(one.places, trial.candidate.places, strict=True))
                 for trial in missed
@@ -279,7 +267,7 @@ def next_candidate(
         if missed:  # between the nearest miss and the best
             nearest = min(missed, key=rank).candidate
             between = sorted((cost(nearest), own))
-            found += [one for one in nearest.neighbours(layers) if between[0] < cost(one) < between[1]]
+            found += [one for one in nearest.neighbours() if between[0] < cost(one) < between[1]]
         if found := list(filter(is_new, found)):
             return min(found, key=cost)
     beside = [None, *([best.candidate.patch] if best else [])]

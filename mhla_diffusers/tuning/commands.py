@@ -17,7 +17,6 @@ def tune_command(
     psnr: Annotated[float | None, typer.Option(help="Target in dB against the unpatched clips; default: 30.")] = None,
     speedup: Annotated[float | None, typer.Option(help="Target as a multiple of the unpatched speed, instead.")] = None,
     minutes: Annotated[float, typer.Option(help="After which no further call is begun.")] = 30,
-    layers: Annotated[bool, typer.Option("--layers", help="Also leave a share of the layers dense.")] = False,
     cache: Annotated[bool, typer.Option("--cache", help="Also try First Block Cache, alone and beside.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Of the weights; default: bfloat16 on a GPU, else float32.")] = None,
@@ -55,9 +54,8 @@ def tune_command(
         speedup=speedup,
         minutes=minutes,
         steps=choice.known_arguments.get("num_inference_steps", USUAL_STEPS),
-        layers=layers,
         cache=cache,
-        settings={"model": name, **choice.choices["call"], "dtype": choice.dtype, "seed": seed},
+        settings={"model": name, **choice.known_arguments, "dtype": choice.dtype, "seed": seed},
     )
     typer.echo(f"Wrote {tuned.file.with_name('tune.html')} and tune.csv")
     if tuned.best.speedup < 1:

@@ -31,7 +31,7 @@ from ..files import (
     write_tensors,
     write_text,
 )
-from ..generation.similarity import Similarity, image_metrics, load_similarities
+from ..generation.similarity import Similarity, load_similarities
 from ..patching import find_transformers, is_patched
 from ..reporting import progress
 from ..settings import Positive, PositiveInteger, check_value, differences
@@ -52,7 +52,6 @@ def tune(
     speedup: float | None = None,
     minutes: float = 30,
     steps: int = USUAL_STEPS,
-    layers: bool = False,
     cache: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Tuned:
@@ -71,17 +70,13 @@ def tune(
         speedup: target as a multiple of the unpatched pipeline's speed, in place of ``psnr``.
         minutes: after which no further call is begun.
         steps: denoising steps of ``run``, which say what a candidate costs.
-        layers: also leave a share of the layers dense.
         cache: also try diffusers' First Block Cache alone and beside the best patch.
         settings: of the call, recorded so that runs do not mix.
 
     Raises:
-        ValueError: no prompts, both targets, a patched pipeline, a model without softmax attention, a folder of another
-            run, or no candidate could run.
-        OSError: the folder cannot be written, or another run is writing there.
-        ImportError: torchmetrics is missing, which compares the samples.
+        ValueError: both targets, a patched pipeline, a model without softmax attention, a folder of another run, or no
+            candidate could run.
     """
-    image_metrics()
     target, folder = Target(psnr, speedup), Path(output)
     check_value("prompts", prompts, Annotated[Sequence[str], Field(min_length=1)])
     check_value("minutes", minutes, Positive)
@@ -103,7 +98,7 @@ def tune(
     depth = len(family.self_attentions(transformer))
 
     def choose(trials: Sequence[Trial]) -> Candidate | None:
-        return next_candidate(trials, target, steps, depth, layers, cache)
+        return next_candidate(trials, target, steps, depth, cache)
 
     measures, remarks = load_similarities(str(device))
     ends = time.monotonic() + 60 * minutes

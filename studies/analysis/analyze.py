@@ -24,7 +24,7 @@ from mhla_diffusers.auditing import TransformerCall, record_calls
 from mhla_diffusers.demo.matrices import each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
 from mhla_diffusers.files import write_json
-from mhla_diffusers.generation import PipelineChoice
+from mhla_diffusers.generation.pipelines import PipelineChoice
 from mhla_diffusers.patching import (
     MHLALayer,
     find_patched,

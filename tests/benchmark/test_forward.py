@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark import forward, operator
-from mhla_diffusers.benchmark.cases import Case, choose_cases, models, small_case
+from mhla_diffusers.benchmark import forward
+from mhla_diffusers.benchmark.cases import choose_cases, models, small_case
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError
 from mhla_diffusers.benchmark.forward import (
     COMPILED,
@@ -125,16 +125,6 @@ def test_plain_linear_attention_is_what_sana_has():
     assert (plain - own).norm() < 1e-3 * (softmax - own).norm() + 1e-5 * own.norm()
 
 
-def test_samples_of_a_batch_do_not_attend_to_each_other(monkeypatch):
-    """So what weights of softmax need grows with their number, and not with its square."""
-    monkeypatch.setattr(operator, "free_bytes", lambda device: 10 * 2 * 4 * 2 * 64**2)
-    for batch, runs_here in ((10, True), (11, False)):
-        case = Case(models()["tiny-dit"], 128, 128, batch=batch)
-        transformer = case.build(CPU, torch.float32)
-        runs = forward_runs(case, transformer, case.inputs(transformer, torch.float32), compile=False)
-        assert next(not isinstance(run, str) for row, run in runs.items() if row.variant == "softmax math") == runs_here
-
-
 @pytest.mark.parametrize(
     ("size", "note"), [("1024", "10.2% of the pairs of 128 "), ("256", "9.4% of the pairs of 64 ")]
 )
@@ -145,14 +135,12 @@ def test_the_note_tells_the_density_that_there_is(size, note):
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same(monkeypatch):
+def test_compiled_layers_compute_the_same():
     case = a_case("tiny-dit")
-    monkeypatch.setattr(forward, "SOFTMAX_BACKENDS", {"flash": operator.SOFTMAX_BACKENDS["flash"]})
     transformer = case.build(CPU, torch.float32)
     inputs = case.inputs(transformer, torch.float32)
     rows = forward_runs(case, transformer, inputs, compile=True)
     runs = {row.variant: run for row, run in rows.items()}
-    assert isinstance(runs[f"softmax flash{COMPILED}"], str)
     with torch.no_grad():
         torch.testing.assert_close(runs[MHLA + COMPILED]()[0], runs[MHLA]()[0], rtol=1e-3, atol=1e-4)
     torch.compiler.reset()

@@ -108,10 +108,8 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     # measuring
     (r"^mhla check\b.*", "mhla check --model tiny-dit"),
     (r"bench op --model wan2.1-1.3b --size 480x800", "bench op --model tiny-dit --seconds 0.01"),
-    (r"--grid 64x64 --grid 128x128 --blocks 4x4", "--grid 4x4 --blocks 2x2 --heads 1 --head-dim 8 --seconds 0.01"),
     (r"(bench transformer) --model wan2.1-1.3b", r"\1 --model tiny-dit --seconds 0.01"),
     (rf"bench pipeline --model {TINY_WAN} --steps 20", "bench pipeline --model tiny-dit --steps 1 --repetitions 1"),
-    (r"--model tiny-wan --steps 20", "--model tiny-wan --steps 1 --frames 6 --repetitions 1"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
 

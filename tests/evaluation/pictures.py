@@ -5,7 +5,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
-from mhla_diffusers.evaluation.extractors import ImageFeatures
+from mhla_diffusers.generation.record import Record, Sample
 
 
 def write_pictures(folder, count, seed=0, brightness=128, size=8):
@@ -17,10 +17,15 @@ def write_pictures(folder, count, seed=0, brightness=128, size=8):
     return folder
 
 
+def write_set(folder, texts, **choices):
+    """What ``mhla generate`` records beside pictures 0000.png and so on."""
+    Record(choices, [Sample(f"{number:04d}.png", text) for number, text in enumerate(texts)]).write(folder)
+    return folder
+
+
 def blocks(images):
     """Mean colours of the four quarters, 12 channels."""
-    means = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
-    return ImageFeatures(means, spatial=means[:, :4], probabilities=means[:, :3].softmax(dim=1))
+    return torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 2).flatten(1)
 
 
 def mhla(*arguments):

@@ -11,11 +11,10 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 from mhla_diffusers.evaluation.clip import ClipScorer
 from mhla_diffusers.evaluation.compare import score_samples
-from mhla_diffusers.evaluation.images import read_sample
-from mhla_diffusers.generation.record import Sample, write_sample_list
+from mhla_diffusers.evaluation.images import read_sample, require_samples
 
 from ..refusals import refused
-from .pictures import mhla, write_pictures
+from .pictures import mhla, write_pictures, write_set
 
 WORDS = ["<start>", "<end>", "<pad>", "<unknown>", "a", "cat", "dog", "red"]
 
@@ -56,10 +55,8 @@ def expected_score(folder, image, text):
 
 
 def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
-    folder = write_pictures(tmp_path / "set", 5, size=16)
-    prompts = ["a cat", "a red dog", "a", "dog", "a cat"]
-    samples = [Sample(f"{number:04d}.png", text) for number, text in enumerate(prompts)]
-    write_sample_list(samples, folder)
+    folder = write_set(write_pictures(tmp_path / "set", 5, size=16), ["a cat", "a red dog", "a", "dog", "a cat"])
+    samples = require_samples(folder).samples
     scores = score_samples(folder, samples, "clip_score", ClipScorer(str(clip_folder)), batch_size=2)
     with torch.no_grad():
         expected = [expected_score(clip_folder, read_sample(folder / one.file), one.text) for one in samples]
@@ -82,8 +79,7 @@ def test_sets_are_looked_at_before_a_model_is_looked_for(tmp_path):
 def test_a_model_that_is_not_here_is_said_at_once(tmp_path, monkeypatch):
     """The Hub's client would try for most of a minute."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folder = write_pictures(tmp_path / "set", 1, size=16)
-    write_sample_list([Sample("0000.png", "a")], folder)
+    folder = write_set(write_pictures(tmp_path / "set", 1, size=16), ["a"])
     for model, named in (("openai/clip-vit-large-patch14", "HF_HUB_OFFLINE"), (tmp_path / "no-model", "no-model")):
         assert named in str(mhla("eval", "clip", folder, "--model", model).exception)
 

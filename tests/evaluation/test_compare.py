@@ -8,21 +8,19 @@ import torch
 
 from mhla_diffusers.evaluation.compare import compare_sets, mean_of, read_variants
 from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
-from mhla_diffusers.generation.record import Sample, write_sample_list, write_video
+from mhla_diffusers.generation.record import Record, Sample, write_video
 from mhla_diffusers.generation.similarity import psnr
 
-from .pictures import mhla, write_pictures
+from .pictures import mhla, write_pictures, write_set
 
 COUNT = 30
 PLUG = "tests.evaluation.test_compare:brightness"
 
 
-def write_set(folder, brightness, size=8, **choices):
+def made(folder, brightness, size=8, count=COUNT, **choices):
     write_pictures(folder, COUNT, seed=3, brightness=brightness, size=size)
-    write_sample_list([Sample(f"{n:04d}.png", f"class <{n}>") for n in range(COUNT)], folder)
-    made = {"family": "dit", "model": None, "seed": 0, "settings": {"guidance_scale": 4}, "weights": folder.name}
-    (folder / "generation.json").write_text(json.dumps(made | choices))
-    return folder
+    common = {"family": "dit", "model": None, "seed": 0, "settings": {"guidance_scale": 4}, "weights": folder.name}
+    return write_set(folder, [f"class <{n}>" for n in range(count)], **(common | choices))
 
 
 def brightness(images, texts):
@@ -38,7 +36,7 @@ def steps(frames, reference):
 
 @pytest.fixture
 def folders(tmp_path):
-    return [write_set(tmp_path / name, value) for name, value in (("softmax", 128), ("MHLA", 129), ("linear", 170))]
+    return [made(tmp_path / name, value) for name, value in (("softmax", 128), ("MHLA", 129), ("linear", 170))]
 
 
 def test_scores_and_paired_differences(folders):
@@ -63,9 +61,7 @@ def test_nineteen_of_twenty_intervals_hold_the_mean_and_none_leaves_the_range():
 
 
 def test_sets_are_compared_with_the_first_sample_by_sample(tmp_path):
-    sets = [
-        write_set(tmp_path / name, value, size=9) for name, value in (("softmax", 100), ("near", 101), ("far", 110))
-    ]
+    sets = [made(tmp_path / name, value, size=9) for name, value in (("softmax", 100), ("near", 101), ("far", 110))]
     (base, near, far), remarks = compare_sets(sets, similarities={"step": steps})
     assert (base.scores, remarks) == ({}, [])
     # a few pixels are cut off at 255
@@ -74,7 +70,7 @@ def test_sets_are_compared_with_the_first_sample_by_sample(tmp_path):
 
 
 def test_measures_leave_out_pictures_that_are_too_small_and_say_so(tmp_path):
-    sets = [write_set(tmp_path / name, 128) for name in ("a", "b")]
+    sets = [made(tmp_path / name, 128) for name in ("a", "b")]
     for folder in sets:
         write_pictures(folder, 2, size=16)
     variants, (remark,) = compare_sets(sets, similarities={"step": steps})
@@ -83,7 +79,6 @@ def test_measures_leave_out_pictures_that_are_too_small_and_say_so(tmp_path):
 
 
 def test_videos_are_averaged_over_frames(tmp_path):
-    pytest.importorskip("imageio_ffmpeg")
     pytest.importorskip("av")
     sets = []
     for name, last in (("a", 0.0), ("b", 0.5)):
@@ -92,8 +87,7 @@ def test_videos_are_averaged_over_frames(tmp_path):
         frames = torch.zeros(10, 32, 32, 3)
         frames[-1] = last
         write_video(frames, folder / "0.mp4", 6)
-        (folder / "samples.json").write_text('[{"file": "0.mp4", "text": "a cat"}]')
-        (folder / "generation.json").write_text("{}")
+        Record({}, [Sample("0.mp4", "a cat")]).write(folder)
         sets.append(folder)
     (_, other), (worst,) = compare_sets(sets, similarities={"step": steps, "psnr": psnr})
     assert "b is 6.0 dB, of frame 9 of 0.mp4" in worst
@@ -111,11 +105,11 @@ def undefined(images, texts):
     ("change", "options", "message"),
     [
         (lambda sets: sets[:1], {}, "got 1"),
-        (lambda sets: [sets[0], sets[0]], {}, "softmax.*softmax"),
-        (lambda sets: [sets[0], write_set(sets[0].parent / "other", 128, seed=1)], {}, r"seed \(0 and 1\)"),
-        (lambda sets: [sets[0], write_set(sets[0].parent / "other", 128, dtype="a")], {}, r"dtype \(None and 'a'\)"),
-        (lambda sets: [sets[0], write_set(sets[0].parent / "other", 128, model_content="a")], {}, "model_content"),
-        (lambda sets: [write_sample_list([Sample("0000.png", "a")], sets[0]), *sets][1:], {}, "different samples"),
+        (lambda sets: [sets[0], sets[0]], {}, "'softmax' is given twice"),
+        (lambda sets: [sets[0], made(sets[0].parent / "other", 128, seed=1)], {}, r"seed \(0 and 1\)"),
+        (lambda sets: [sets[0], made(sets[0].parent / "other", 128, dtype="a")], {}, r"dtype \(None and 'a'\)"),
+        (lambda sets: [sets[0], made(sets[0].parent / "other", 128, model_content="a")], {}, "model_content"),
+        (lambda sets: [sets[0], made(sets[0].parent / "other", 128, count=9)], {}, "different samples"),
         (lambda sets: [(sets[1] / "0007.png").unlink(), *sets][1:], {}, "1 of 30 .*0007.png"),
         (
             lambda sets: [write_pictures(sets[1], 1, size=9), *sets][1:],
@@ -138,14 +132,14 @@ def test_what_mhla_generate_wrote_is_compared(tmp_path):
             samples = plan_samples(["a seven", "3"], ".png", seeds)
             list(generate(SampleSet("dit", samples, tmp_path / name, seed=None, patch=patch, settings=settings)))
     variants = read_variants([tmp_path / "softmax", tmp_path / "linear"])
-    found = {sample.file: (sample.text, sample.seed) for sample in variants[0].samples}
+    found = {sample.file: (sample.text, sample.seed) for sample in variants[0].record.samples}
     prompts = enumerate((("a-seven", "a seven"), ("3", "3")))
     assert found == {f"000{n}-{s}-{name}.png": (text, s) for n, (name, text) in prompts for s in (0, 5)}
 
 
 def test_command(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    sets = [write_set(tmp_path / name, value, size=16) for name, value in (("softmax", 100), ("MHLA", 110))]
+    sets = [made(tmp_path / name, value, size=16) for name, value in (("softmax", 100), ("MHLA", 110))]
     shown = mhla("eval", "compare", *sets, "--score", f"brightness={PLUG}", "--output", tmp_path / "compared.json")
     assert shown.exit_code == 0, shown.output
     assert all(text in shown.output for text in ("softmax", "psnr", "lowest PSNR in MHLA", "LPIPS is left out"))

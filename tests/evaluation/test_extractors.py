@@ -62,7 +62,6 @@ class ScriptedInception(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_clean_fid_agrees(tmp_path):
     fid, inception = require("cleanfid.fid", "cleanfid.inception_torchscript")
-    numpy = import_module("numpy")
     torch.jit.save(torch.jit.script(ScriptedInception()), tmp_path / "inception-2015-12-05.pt")
     folders = write_pictures(tmp_path / "made", 80, size=20), write_pictures(tmp_path / "real", 90, 1, 140, size=24)
     model = inception.InceptionV3W(str(tmp_path), download=False)
@@ -70,10 +69,9 @@ def test_clean_fid_agrees(tmp_path):
         fid.get_folder_features(str(x), model, num_workers=0, device="cpu", mode="clean", verbose=False)
         for x in folders
     ]
-    numpy.random.seed(0)
-    expected = fid.fid_from_feats(*features), fid.kernel_distance(*features[::-1])
+    expected = fid.fid_from_feats(*features)
     found = measure_images(*folders, load_extractor("clean", tmp_path / "inception-2015-12-05.pt"))
-    assert (found["fid"], found["kid"]) == pytest.approx(expected, rel=1e-4)
+    assert found["fid"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_torch_fidelity_agrees(tmp_path, monkeypatch):
@@ -89,13 +87,12 @@ def test_torch_fidelity_agrees(tmp_path, monkeypatch):
     torch.save(model.state_dict(), file)
     folders = write_pictures(tmp_path / "made", 12, size=32), write_pictures(tmp_path / "real", 12, 1, 60, size=32)
     expected = fidelity.calculate_metrics(
-        **{"input1": str(folders[0]), "input2": str(folders[1]), "fid": True, "isc": True, "isc_splits": 1},
+        **{"input1": str(folders[0]), "input2": str(folders[1]), "fid": True},
         **{"cuda": False, "verbose": False, "cache": False, "feature_extractor_weights_path": str(file)},
         **{"save_cpu_ram": True},
     )
     found = measure_images(*folders, load_extractor("adm", file))
     assert found["fid"] == pytest.approx(expected["frechet_inception_distance"], rel=1e-4)
-    assert found["inception_score"] == pytest.approx(expected["inception_score_mean"], rel=1e-6)
 
 
 def test_callables_of_the_current_folder_are_found(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from torch import nn
 import mhla_diffusers as mhla
 from mhla_diffusers import families
 from mhla_diffusers.families import get_family, register_family
-from mhla_diffusers.generation import PipelineChoice
+from mhla_diffusers.generation.pipelines import PipelineChoice
 
 from ..models import assert_changed
 from ..refusals import refused

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import mhla_diffusers as mhla
 from mhla_diffusers.families import Clip, get_family, imported
 from mhla_diffusers.families.training import scaled_latents
-from mhla_diffusers.generation import PipelineChoice
+from mhla_diffusers.generation.pipelines import PipelineChoice
 from mhla_diffusers.tiny import call_settings, load_tiny
 
 from ..models import assert_changed, wan

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip
-from mhla_diffusers.generation import load_result
+from mhla_diffusers.generation.pipelines import load_result
 from mhla_diffusers.training import TrainingConfig, read_metrics
 from mhla_diffusers.training.data.cache import CacheWriter
 from mhla_diffusers.training.finetune import NamedRun, export_checkpoint, finetune

@@ -8,7 +8,7 @@ import torch
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.families import Clip
-from mhla_diffusers.generation import PipelineChoice, load_result
+from mhla_diffusers.generation.pipelines import PipelineChoice, load_result
 from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import train
 from mhla_diffusers.training.validation import PromptSampler

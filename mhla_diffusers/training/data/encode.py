@@ -10,9 +10,9 @@ from pydantic import Field
 
 from ...errors import check
 from ...families import Family, Sample, trained_family
-from ...files import content_of, folder_for_results, weights_of
-from ...generation import component_identity, generator_for
-from ...generation.pipelines import usual_clip
+from ...files import fingerprint, folder_for_results, weights_of
+from ...generation.noise import generator_for
+from ...generation.pipelines import component_identity, usual_clip
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import Number, PositiveInteger, check_value
@@ -182,7 +182,7 @@ def model_header(model: str, family: Family) -> dict[str, Any]:
     names = ("vae", "text_encoder")
     parts = {name: component_identity(model, name) for name in names}
     parts_weights = {f"{name}_weights": weights_of(Path(model, name)) for name in names}
-    return {"family": family.name, **parts, **parts_weights, "weights": content_of(Path(model)), "settings": {}}
+    return {"family": family.name, **parts, **parts_weights, "weights": fingerprint(Path(model)), "settings": {}}
 
 
 def _writer(

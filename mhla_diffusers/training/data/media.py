@@ -18,7 +18,7 @@ from ...errors import check
 from ...files import (
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
-    content_of,
+    fingerprint,
     read_csv,
     read_json_lines,
     read_text,
@@ -75,7 +75,7 @@ class ClipRead:
 
 def contents_of(media: Sequence[Media]) -> dict[str, str]:
     """Return name → what identifies the content of each file and its caption."""
-    texts = {item.name: f"{content_of(item.path)} {item.caption}" for item in media}
+    texts = {item.name: f"{fingerprint(item.path)} {item.caption}" for item in media}
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 

@@ -16,8 +16,15 @@ from ...errors import check
 from ...families import Clip, trained_family
 from ...families.training import unscaled_latents
 from ...files import read_json
-from ...generation import component_identity, family_of, pipeline_file
-from ...generation.pipelines import check_classes, pipeline_source, transformer_without_weights, usual_clip
+from ...generation.pipelines import (
+    check_classes,
+    component_identity,
+    family_of,
+    pipeline_file,
+    pipeline_source,
+    transformer_without_weights,
+    usual_clip,
+)
 from ...reporting import progress, text_table, times
 from .cache import INDEX_NAME, CachedSample, CachedSource, CacheIndex, LatentCache
 from .clips import Clips
