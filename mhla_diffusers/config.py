@@ -1,9 +1,4 @@
-"""Settings of a patch: one of three validated, immutable, serialisable objects; and the presets.
-
-:class:`SparseConfig` is sparse attention, :class:`MHLAConfig` the paper's MHLA, :class:`CausalConfig` MHLA with queries
-that see the past alone. What all have in common is in :class:`PatchConfig`. Presets are the YAML files of the
-``patches/`` folder, which also ship in the wheel.
-"""
+"""Settings of a patch, of one kind of attention; profiles, and presets, the YAML files of the ``patches/`` folder."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +28,7 @@ MOST_BLOCKS = 8192
 """Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
 MOST_BLOCK_SIZE = 1024
 USUAL_STEPS = 50
-"""Denoising steps of a call that settings are described for."""
+"""Denoising steps of a call, where their number is unknown."""
 FEW_STEPS = 10
 """With fewer denoising steps a share of first or last ones is one step, and none is repeated."""
 
@@ -87,13 +82,12 @@ class PatchConfig(Settings):
     layers: Annotated[LayerChoice, PlainValidator(_layers)] = "all"
     """Which layers: "all", a fraction such as "2/3" or 0.5, or a list of indices."""
     dense_first: _Steps = 0
-    """First denoising steps of a pipeline's call in which all layers use the original attention: a number of steps, or
-    as a float a share of them, rounded up. 1 is one step.
-    """
+    """First denoising steps of a pipeline's call in which all layers use the original attention: a number (1 is one
+    step), or as a float a share, rounded up."""
     dense_last: _Steps = 0
     """Last denoising steps in which they do, as ``dense_first``."""
     dense_every: Count = 0
-    """After how many denoising steps, counted from the first ones on, they do so again; 0 for never."""
+    """Every so many denoising steps after the first ones they do so again; 0 for never."""
 
     def __post_init__(self) -> None:
         shares = sum(steps for steps in (self.dense_first, self.dense_last) if isinstance(steps, float))
@@ -104,7 +98,7 @@ class PatchConfig(Settings):
 
     @property
     def short_name(self) -> str:
-        """Which attention runs, in a cell of a table."""
+        """Name in a cell of a table."""
         return self.attention.removesuffix(" attention")
 
     @property
@@ -131,13 +125,7 @@ class PatchConfig(Settings):
         return tuple(index for index in range(count) if self.is_dense(Step(index, count)))
 
     def call_speedup(self, dense: float, patched: float, count: int) -> float:
-        """Return an upper bound on a call's speedup, from the cost of its steps.
-
-        Args:
-            dense: cost of a dense step, such as FLOPs.
-            patched: cost of any other step.
-            count: denoising steps of the call.
-        """
+        """Return an upper bound on the speedup of a call of ``count`` steps, by the cost of dense and other ones."""
         dense_steps = len(self.dense_steps(count))
         return count * dense / (dense_steps * dense + (count - dense_steps) * patched)
 
@@ -158,32 +146,17 @@ class PatchConfig(Settings):
         return self.is_dense(step) and not all(self.is_dense(one) for one in following)
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
-        """Return what the cost of an attention with these settings depends on.
-
-        Args:
-            grid: token grid.
-            heads: H.
-            head_dim: D.
-            extra: extra tokens.
-        """
+        """Return what the cost of an attention on a token grid depends on; ``extra`` counts extra tokens."""
         raise NotImplementedError
 
     def replace(self, **settings: Any) -> Self:
-        """Return a copy with some fields changed.
-
-        Raises:
-            ValueError: unknown field, one of another attention, or value that is not allowed.
-        """
+        """Return a copy with some fields changed; ValueError for one of another attention, or a value not allowed."""
         check_settings(settings, type(self))
         return replace(self, **settings)
 
     @classmethod
     def read(cls, content: Any) -> Self:
-        """Invert ``to_dict``: the names of the settings decide which kind of patch it is.
-
-        Raises:
-            ValueError: as :func:`kind_of`, or values that are not allowed.
-        """
+        """Invert ``to_dict``; the names of the settings decide which kind of patch it is, as :func:`kind_of`."""
         if cls is PatchConfig and isinstance(content, Mapping):
             cls = kind_of(content)  # type: ignore[assignment]
         return super().read(content)
@@ -191,36 +164,28 @@ class PatchConfig(Settings):
 
 @settings(kw_only=True)
 class SparseConfig(PatchConfig):
-    """Sparse attention (:mod:`mhla_diffusers.attention.sparse`), which has no parameters and needs no training."""
+    """Settings of sparse attention (:mod:`mhla_diffusers.attention.sparse`), which needs no training."""
 
     attention: ClassVar[str] = "sparse attention"
     dense_first: _Steps = 0.2
     dense_last: _Steps = 1
     dense_every: Count = 10
     dense_layers: Count = 1
-    """How many of the first self-attentions, in the order of execution, stay as they are."""
+    """First self-attentions, in the order of execution, that stay as they are."""
     correct: Flag = True
-    """Whether the error that dense steps measure corrects the steps that follow
-    (:mod:`mhla_diffusers.patching.residual`).
-    """
+    """Whether the error that dense steps measure corrects later steps (:mod:`mhla_diffusers.patching.residual`)."""
     density: Annotated[Number, Field(gt=0, le=1)] = DEFAULT_DENSITY
-    """Fraction of all pairs of uniform blocks in the lists. At 1 the attention is softmax attention."""
+    """Fraction of all pairs of blocks that are listed. At 1 the attention is softmax attention."""
     block_size: _Size = None
-    """Tokens per block of queries. Blocks follow a Hilbert curve through the grid
-    (:mod:`mhla_diffusers.attention.layout`), so any grid works. The fused kernels take 16, 32, 64 and 128. None fits it
-    to the grid of every call: 64 for videos.
-    """
+    """Tokens per block of queries, which follow a Hilbert curve through any grid. The fused kernels take 16, 32, 64 and
+    128. None fits it to the grid of every call: 64 for videos."""
     key_block_size: _Size = None
-    """Tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the grid if that is None
-    too."""
+    """Tokens per block of keys; must divide ``block_size``. None: ``block_size``, or fitted to the grid with it."""
     order: Order = "content"
-    """Which keys a block holds. "content": every head sorts the keys of each stretch of the curve, so that a block
-    holds keys that are alike (:mod:`mhla_diffusers.attention.order`). "curve": neighbours, as of queries.
-    """
+    """Keys of a block: alike, sorted per head within a stretch of the curve ("content"), or neighbours ("curve")."""
     far: Far = "second-order"
-    """How blocks that are not listed take part: "means", each as one key, its mean; "second-order", also by the spread
-    of its keys and by MHLA's states, mixed by content.
-    """
+    """How pooled blocks take part: "means", each as its mean key; "second-order", also by the spread of its keys and by
+    MHLA's states, mixed by content."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -228,7 +193,7 @@ class SparseConfig(PatchConfig):
 
     @property
     def profile(self) -> str:
-        """Name of the profile that these settings are; empty for others."""
+        """Name of the profile with these settings; "" for none."""
         return next((name for name, settings in PROFILES.items() if SparseConfig(**settings) == self), "")
 
     def rule_on(self, grid: Sequence[int]) -> ContentRule:
@@ -236,12 +201,7 @@ class SparseConfig(PatchConfig):
         return ContentRule.on(grid, self.density, self.block_size, self.key_block_size, self.order)
 
     def summary(self, density: float, blocks: str = "blocks") -> str:
-        """Say in a line what is attended to how.
-
-        Args:
-            density: that is listed.
-            blocks: what the pairs are of.
-        """
+        """Say in a line what is attended to how, at a density of pairs of ``blocks``."""
         if density == 1:
             return f"{self.attention}: all pairs listed, which is softmax attention"
         blocks += ", keys sorted by content" if self.order == "content" else " along a curve"
@@ -272,26 +232,23 @@ class SparseConfig(PatchConfig):
 
 @settings(kw_only=True)
 class LinearConfig(PatchConfig):
-    """What MHLA and causal MHLA have in common: KV states of blocks, mixed by a learned matrix."""
+    """Settings that MHLA and causal MHLA share: KV states of blocks, mixed by a learned matrix."""
 
     blocks: Annotated[tuple[int, ...], PlainValidator(_blocks), Field(validate_default=True)] = ()
     """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
     feature_map: Annotated[str, AfterValidator(_feature_map)] = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
     rope: Literal["after", "before"] = "after"
-    """Whether RoPE acts before or after the feature map. "after", as in the paper's code, rotates the numerator alone.
-    No effect in models without RoPE.
-    """
+    """Whether RoPE acts before or after the feature map; "after", as the paper's code, rotates the numerator alone."""
     normalize: Flag = True
     """Divide by the normaliser of Eq. 4."""
     eps: Annotated[Number, Field(ge=0, le=1)] = 1e-6
-    """Floor that the relu and elu+1 feature maps add; softmax and identity need none."""
+    """Floor that the relu and elu+1 feature maps add."""
     mixing_init: MixingInit = "locality"
-    """Mixing matrix before training: locality, uniform or identity."""
+    """Mixing matrix before training."""
     mixing_per_head: Flag = False
     """One mixing matrix per attention head instead of one per layer."""
     mixing_learnable: Flag = True
-    """Whether the mixing matrix takes gradients."""
     mixing_clip: Flag = True
     """Whether ``register_mixing_clip`` keeps the matrix in (0, 1). False for matrices that were trained signed."""
     output_norm: Flag = False
@@ -316,26 +273,21 @@ class LinearConfig(PatchConfig):
         raise NotImplementedError
 
     def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
-        """Return the grid that is cut into blocks, and the block counts.
-
-        Raises:
-            ValueError: the blocks cannot cut the grid.
-        """
+        """Return the grid that is cut into blocks, and the block counts; ValueError if they do not fit."""
         return check_layout(grid, self.blocks_on(grid))
 
 
 @settings(kw_only=True)
 class MHLAConfig(LinearConfig):
-    """The paper's MHLA, of linear cost, which has to be adapted to a model that was trained with softmax."""
+    """Settings of the paper's MHLA, which has to be adapted to a model that was trained with softmax."""
 
     attention: ClassVar[str] = "MHLA"
     convolution: Annotated[Integer | None, AfterValidator(_odd)] = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
     clamp_blocks: Flag = False
     """Whether block counts are fitted to the grid of every call, with an interpolated mixing matrix, where an axis has
-    fewer tokens than blocks, which else is an error, or the grid of N tokens less than √(2 N) blocks would do. So it is
-    for the family's blocks, which ``apply_mhla`` takes where none are given.
-    """
+    fewer tokens than blocks (else an error), or √(2 N) blocks would do for N tokens. ``apply_mhla`` sets it with the
+    family's blocks."""
 
     def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on a token grid."""
@@ -350,22 +302,18 @@ class MHLAConfig(LinearConfig):
 
 @settings(kw_only=True)
 class CausalConfig(LinearConfig):
-    """Causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone."""
+    """Settings of causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone."""
 
     attention: ClassVar[str] = "causal MHLA"
     causal: Causal = "block"
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block")."""
     block_length: Annotated[Integer, Field(gt=0, validate_default=True)] = 0
-    """Tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video. The sequence is split
-    into blocks of this length and may be shorter than all of them.
-    """
+    """Tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video."""
     own: Literal["softmax", "linear"] = "softmax"
     """How the query's own block of the first axis is attended to: with softmax, or with MHLA's weights."""
     beyond: Beyond = "error"
-    """What happens after the last block: "error", or "relative". Then later blocks use the last block's weights by
-    distance, and everything farther back counts as one block, the mean of its KV states
-    (:func:`mhla_diffusers.attention.mixing.extend_mixing`).
-    """
+    """What happens after the last block: "error"; or "relative", by which later blocks use the last block's weights by
+    distance, and all that is farther back is one block (:func:`mhla_diffusers.attention.mixing.extend_mixing`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -387,11 +335,10 @@ class CausalConfig(LinearConfig):
         )
 
     def grid_from(self, grid: Sequence[int]) -> Shape:
-        """Return the grid of the longest sequence; a call's own grid is its beginning.
+        """Return the grid of the longest sequence, of which a call's own grid is the beginning.
 
         Raises:
-            ValueError: the sequence is longer, and ``beyond`` is "error"; or with ``causal="block"`` it ends within a
-                frame block.
+            ValueError: the call is longer, and ``beyond`` is "error"; or it ends within a frame block.
         """
         length, trained, needed = self.block_length, self.blocks[0], -(-grid[0] // self.block_length)
         if self.causal == "block" and grid[0] % length:
@@ -412,7 +359,7 @@ class CausalConfig(LinearConfig):
         return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
 
     def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
-        """Return the grid of :meth:`grid_from` and its block counts."""
+        """As :meth:`LinearConfig.layout_on`."""
         return check_layout(self.grid_from(grid), self.blocks_on(grid), is_causal=True)
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
@@ -437,7 +384,7 @@ def _of_its_kind(content: Any) -> Any:
 
 
 AnyPatch = Annotated[PatchConfig, BeforeValidator(_of_its_kind)]
-"""Field of one of the three kinds of settings; in a mapping their names say which."""
+"""Field for settings of any kind; in a mapping their names say which."""
 PROFILES: dict[str, dict[str, Any]] = {
     "faithful": {},
     "balanced": {"density": 0.05, "dense_first": 0.1, "dense_last": 0, "dense_layers": 0},
@@ -450,11 +397,7 @@ KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
 
 
 def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[PatchConfig]:
-    """Return which attention a patch runs, by the names of its settings.
-
-    Args:
-        settings: names of fields of one kind of patch.
-        preferred: kinds for names that several have, the first one that fits.
+    """Return the kind of patch that has settings of these names, of several the first that is ``preferred``.
 
     Raises:
         ValueError: unknown names, those of two kinds, or without a preferred one names that all kinds have.
@@ -482,10 +425,7 @@ def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[Patc
 
 
 def check_settings(settings: Iterable[str], kind: type[PatchConfig], instead: str | None = None) -> None:
-    """Raise ValueError unless all names are fields of a kind of patch.
-
-    ``instead`` says what to do about names of another attention, where it is not to patch with that one.
-    """
+    """Raise ValueError unless all names are fields of a kind of patch; ``instead`` is the advice about other kinds'."""
     own = [field.name for field in fields(kind)]
     for name in settings:
         others = [other for other in KINDS if name in {field.name for field in fields(other)}]
@@ -513,7 +453,6 @@ class Step:
 
 
 def _count_of(steps: int | float, count: int) -> int:
-    """Convert a share of the steps to a count, rounded up; in short calls any share is one step."""
     if isinstance(steps, int):
         return steps
     count = count or USUAL_STEPS
@@ -543,23 +482,18 @@ def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
 
 @settings()
 class Patch(Settings):
-    """One patch file.
-
-    Attributes:
-        family: name of its model family.
-        base_model: Hub id that it was made for.
-        description: one line.
-        patch: its settings.
-    """
+    """Content of a preset's file, or a profile."""
 
     family: str
+    """Name of a model family; "" for a profile."""
     base_model: str
+    """Hub id."""
     description: str
     patch: AnyPatch
 
 
 def patch_folder() -> Path:
-    """Find the folder of the presets: inside an installed package, or at the root of a source checkout."""
+    """Return the folder of the presets, in an installed package or at the root of a checkout."""
     package = Path(__file__).parent
     installed = package / "patches"
     return installed if installed.is_dir() else package.parent / "patches"
@@ -571,20 +505,20 @@ def patch_names() -> list[str]:
 
 
 def adapted_patch_folder(name: str) -> Path | None:
-    """Find the folder of an adapted patch that ships, for ``load_mhla``; None for any other name."""
+    """Return the folder of an adapted patch that ships; None for any other name."""
     return patch_folder() / name if name in adapted_patch_names() else None
 
 
 def adapted_patch_names() -> list[str]:
-    """List the names of the adapted patches that ship, settings and weights, as ``save_mhla`` wrote them."""
+    """List the names of the adapted patches that ship, saved by ``save_mhla``."""
     return sorted(path.parent.name for path in patch_folder().glob("*/mhla.safetensors"))
 
 
 def load_patch(name_or_path: str | Path) -> Patch:
-    """Read a profile or a patch by its name, or a patch from a YAML file; a profile has no family.
+    """Read a profile or a preset by its name, or a patch from a YAML file.
 
     Raises:
-        ValueError: unknown name (the message has the nearest ones), or a file with unknown or missing keys.
+        ValueError: unknown name, or a file with unknown or missing keys.
         FileNotFoundError: a path that does not exist.
     """
     name, path = str(name_or_path), Path(name_or_path)

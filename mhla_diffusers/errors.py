@@ -12,9 +12,9 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object], listed_by: str = "") -> None:
-    """Raise ValueError, with the nearest names, unless a value is one of those that are allowed.
+    """Raise ValueError, with the nearest names, unless a value is allowed.
 
-    ``listed_by`` is the command that lists them, if they are too many for an error.
+    ``listed_by`` is the command that lists what is allowed, if it is too much for an error.
     """
     if value not in allowed and listed_by:
         raise ValueError(f"{name}={value!r} is unknown; {said_allowed(value, list(map(str, allowed)), listed_by)}")
@@ -25,14 +25,7 @@ def check_choice(name: str, value: object, allowed: Sequence[object], listed_by:
 
 
 def check_names(names: Iterable[Any], allowed: Sequence[str], what: str, listed_by: str = "") -> None:
-    """Raise ValueError, with the nearest names, unless all names are known.
-
-    Args:
-        names: given names.
-        allowed: known names.
-        what: what they name, such as "setting".
-        listed_by: command that lists the known names, if they are too many for an error.
-    """
+    """Raise ValueError, with the nearest names, unless all names, each of a ``what`` such as "setting", are allowed."""
     for name in names:
         if name not in allowed:
             raise ValueError(f"Unknown {what} {str(name)!r}; {said_allowed(name, allowed, listed_by)}")

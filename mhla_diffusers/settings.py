@@ -14,7 +14,6 @@ the nearest ones; of a file the line.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, fields
-from itertools import zip_longest
 from typing import Annotated, Any, Self, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
@@ -42,11 +41,7 @@ Kind = TypeVar("Kind", bound="Settings")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def settings(*, kw_only: bool = False) -> Callable[[type[Made]], type[Made]]:
-    """Make a class a frozen dataclass of pydantic whose constructor raises ValueError with one sentence.
-
-    Args:
-        kw_only: whether the constructor takes keywords alone.
-    """
+    """Make a class a frozen dataclass of pydantic whose constructor raises ValueError with one sentence."""
 
     def decorate(cls: type[Made]) -> type[Made]:
         made: Any = dataclass(cls, frozen=True, kw_only=kw_only, config=_RULES)
@@ -88,11 +83,7 @@ class Settings:
 
     @classmethod
     def read(cls, content: Any) -> Self:
-        """Make settings from a mapping, such as the content of a YAML or JSON file.
-
-        Raises:
-            ValueError: unknown or missing names, or values that are not allowed.
-        """
+        """Make settings from a mapping; ValueError for unknown or missing names, or values that are not allowed."""
         try:
             return TypeAdapter(cls).validate_python(content)
         except ValidationError as error:
@@ -104,12 +95,7 @@ class Settings:
 
 
 def check_value(name: str, value: object, kind: Any) -> Any:
-    """Return an argument of a function, validated as a field of settings is.
-
-    Args:
-        name: of the argument.
-        value: its value.
-        kind: its type, such as ``PositiveInteger | None``.
+    """Return an argument of a function, validated as a field of settings of a kind such as ``PositiveInteger | None``.
 
     Raises:
         ValueError: it is not allowed.
@@ -122,13 +108,9 @@ def check_value(name: str, value: object, kind: Any) -> Any:
 
 
 def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[str] = ()) -> Kind:
-    """Read settings from a YAML file.
+    """Read settings from the text of a YAML file; ``source`` is its path.
 
-    Args:
-        cls: their class.
-        text: content of the file.
-        source: its path, for errors.
-        overrides: ``key=value`` with dotted keys, for example ``validation.every=100``; values are YAML.
+    ``overrides`` are ``key=value`` with dotted keys, for example ``validation.every=100``; values are YAML.
 
     Raises:
         ValueError: malformed YAML, a malformed override, or settings that are not allowed. The message names the file,
@@ -149,13 +131,7 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
 
 
 def _explain(error: ValidationError, content: Any, begin: _Path = ()) -> tuple[_Path, str]:
-    """Return the path of one value that is not allowed, and a sentence about it.
-
-    Args:
-        error: what pydantic says.
-        content: what was validated.
-        begin: path to prefix.
-    """
+    """Return the path of one value in the content that is not allowed, and a sentence about it."""
     found = [(_path_in(content, (*begin, *one["loc"]), one["type"]), one) for one in error.errors(include_url=False)]
     order = ("value_error", "missing", "unknown")  # of a union's members the one that fits best; a misspelt name first
     path, worst = max(found, key=lambda one: (one[1]["type"] == order[-1], len(one[0]), one[1]["type"] in order))
@@ -222,15 +198,7 @@ def _set(content: Any, override: str) -> _Path:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML.
-
-    Args:
-        text: of a file or a setting.
-        source: its name, to begin an error with.
-
-    Raises:
-        ValueError: it is malformed, or a key is given twice.
-    """
+    """Parse YAML; ValueError, which begins with the source, if it is malformed or a key is given twice."""
     import yaml
 
     class UniqueKeys(yaml.SafeLoader):
@@ -252,12 +220,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _line_of(text: str, path: Sequence[str | int]) -> int:
-    """Return the line, from 1, of a value in YAML, or of the innermost mapping or list around it that is in the text.
-
-    Args:
-        text: valid YAML.
-        path: keys and indices that lead to the value.
-    """
+    """Return the line, from 1, of the value at a path in valid YAML, or of the innermost mapping or list around it."""
     import yaml
 
     node, line = yaml.compose(text, yaml.SafeLoader), 1
@@ -275,17 +238,9 @@ def _line_of(text: str, path: Sequence[str | int]) -> int:
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield dotted name, value before and value now of everything that differs between two contents of JSON.
-
-    What only one of them has is None in the other. Lists of named values are compared one by one, others as wholes.
-    """
-    prefix = f"{name}." if name else ""
-    both_lists = isinstance(before, list) and isinstance(now, list)
+    """Yield dotted name, value before and value now of what differs between two contents of JSON; None for absent."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted({*before, *now}):
-            yield from differences(before.get(key), now.get(key), f"{prefix}{key}")
-    elif both_lists and all(isinstance(one, dict) for one in (*before, *now)):
-        for index, (one, other) in enumerate(zip_longest(before, now)):
-            yield from differences(one, other, f"{prefix}{index}")
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
     elif before != now:
         yield name, before, now

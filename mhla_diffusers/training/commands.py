@@ -26,7 +26,6 @@ _Sizes = Annotated[
     ),
 ]
 _Upscale = Annotated[bool, typer.Option("--upscale", help="Enlarge files that are too small, else left out.")]
-_Workers = Annotated[int, typer.Option(min=1, help="Threads that read files.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
 _Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
 
@@ -72,37 +71,24 @@ def data_command(
     source: Annotated[
         Path, typer.Argument(help="Folder of videos or images with captions, YAML file of several, or latents.")
     ],
-    model: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the pipeline to encode with, or that encoded the latents.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder of the pipeline to encode with.")] = None,
     frames: _Frames = None,
     fps: _Fps = None,
     sizes: _Sizes = None,
     upscale: _Upscale = False,
-    preview: Annotated[int, typer.Option(min=0, help="Clips to make pictures of; of latents with --model.")] = 0,
+    preview: Annotated[int, typer.Option(min=0, help="Clips to make pictures of, before they are encoded.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the pictures of --preview.")] = Path("outputs/data"),
-    workers: _Workers = 4,
-    device: _Device = "auto",
-    precision: _Precision = "bf16",
 ) -> None:
-    """Summarize videos or images before they are encoded, or latents: what is used, and what is left out and why.
-
-    Ends with an error if mhla encode would not begin with them.
-    """
-    from ..devices import FLOAT_TYPES, dtype_name
-    from .data.sources import read_sources
+    """Summarize videos or images before they are encoded, or latents: what is used, and what is left out and why."""
     from .data.summary import summarize, write_pictures
 
     _log_lines()
-    dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
-    given = _clips(source, model, frames, fps, sizes, upscale)
-    summary = summarize(source, given, model, workers)
+    clips = _clips(source, model, frames, fps, sizes, upscale)
+    summary = summarize(source, clips, model)
     typer.echo(str(summary))
     if preview:
-        typer.echo("\n" + "\n".join(write_pictures(summary, preview, output, device, dtype)))
-    media = [entry.media for entry in summary.entries if entry.media is not None]
-    read_sources(source).check_captions(media)
-    if not summary.used:
+        typer.echo("\n" + "\n".join(write_pictures(source, preview, output, clips, model)))
+    if not any(file.clips for file in summary.files):
         raise ValueError(f"None of the files in {source} can be used.")
 
 
@@ -117,29 +103,23 @@ def encode_command(
     fps: _Fps = None,
     sizes: _Sizes = None,
     upscale: _Upscale = False,
-    workers: _Workers = 4,
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:
     """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
-    from ..families import trained_family
-    from ..generation.pipelines import check_classes, family_of, pipeline_source
     from .data.encode import encode_folder
+    from .data.model import DataModel
     from .data.sources import read_sources
-    from .data.summary import DataModel, summarize_cache
+    from .data.summary import DataSummary
 
-    model = pipeline_source(model)
     _log_lines()
-    media = read_sources(source).media()  # before anything is loaded
-    read_sources(source).check_captions(media)
-    captions = {item.caption for item in media if item.problem is None}
-    check_classes(model, trained_family(family_of(model).name).name, captions)
+    data, sources = DataModel(model), read_sources(source)
+    data.check_captions(item.caption for item in sources.media() if item.problem is None)  # before anything is loaded
     with folder_for_results(output, lock=False):
         clips = _clips(source, model, frames, fps, sizes, upscale)
-        index = encode_folder(
-            _load(model, device, precision, uses_transformer=False), model, source, output, clips, workers
-        )
-    typer.echo(str(summarize_cache(index, DataModel(model))))
+        pipe = _load(data.name, device, precision, uses_transformer=False)
+        files = encode_folder(pipe, data.name, source, output, clips)
+    typer.echo(str(DataSummary(str(output), files, data, sources.shares)))
 
 
 def synthesize_command(
@@ -155,21 +135,20 @@ def synthesize_command(
     precision: _Precision = "bf16",
 ) -> None:
     """Make latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
-    from ..families import trained_family
     from ..generation.names import read_prompts
-    from ..generation.pipelines import check_classes, family_of, pipeline_source
     from .data.encode import synthesize
+    from .data.model import DataModel
 
-    model = pipeline_source(model)
+    data = DataModel(model)
     if len(sizes or ()) > 1:
         raise ValueError(f"--size {', '.join(sizes or ())}: give one; each size needs a folder of its own.")
     lines = read_prompts(prompts)
-    check_classes(model, trained_family(family_of(model).name).name, lines)
+    data.check_captions(lines)
     with folder_for_results(output, lock=False):
         clips = _clips(None, model, frames if frames is None else [frames], None, sizes)
-        pipe = _load(model, device, precision, uses_transformer=True)
-        index = synthesize(pipe, model, lines, output, clips, steps=steps, guidance=guidance, seed=seed)
-    typer.echo(f"{output} holds {len(index.samples)} samples.")
+        pipe = _load(data.name, device, precision, uses_transformer=True)
+        made = synthesize(pipe, data.name, lines, output, clips, steps=steps, guidance=guidance, seed=seed)
+    typer.echo(f"{output} holds {len(made)} samples.")
 
 
 def _log_lines() -> None:
@@ -202,9 +181,9 @@ def _clips(
     """Return the clips of a source's YAML file, else of the model, changed by the values given; None if none is."""
     from dataclasses import replace
 
-    from ..generation.pipelines import family_of, usual_clip
     from ..reporting import parse_size
     from .data.clips import Clips
+    from .data.model import DataModel
     from .data.sources import read_sources
 
     shapes = sizes[0] if sizes and sizes[0].startswith("auto") else tuple(map(parse_size, sizes or ()))
@@ -214,5 +193,5 @@ def _clips(
         return None
     base = None if source is None else read_sources(source).clip
     if base is None and model is not None:
-        base = Clips.of(usual_clip(model, family_of(model)))
+        base = DataModel(model).fitted(None)
     return Clips.read(given) if base is None else replace(base, **given)

@@ -1,19 +1,17 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from ..config import AnyPatch
 from ..devices import precision_name
 from ..errors import check
 from ..files import read_text
 from ..settings import Count, Flag, Number, Positive, PositiveInteger, Settings, read_yaml, settings
-from .data.clips import Clips
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
 """What is trained: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole transformer; or
@@ -26,31 +24,15 @@ OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "schedulefree"]
 """AdamW and Adafactor of PyTorch, torchao's AdamW with moments in 8 bits, and schedulefree's AdamW, which averages the
 weights in place of a schedule that decays."""
 
-BaseType = Literal["int8", "float8"]
-"""Type of frozen weights by torchao, with one scale per output channel."""
+BaseType = Literal["int8", "float8", "nf4"]
+"""Type of frozen weights: torchao's, with one scale per output channel, or bitsandbytes' of 4 bits."""
 
 MAY_CHANGE = (
     *("output", "steps", "learning_rate", "mixing_learning_rate", "scheduler", "warmup_steps", "max_gradient_norm"),
-    *("batch_size", "gradient_accumulation", "gradient_checkpointing", "workers", "max_skipped", "time_limit"),
-    *("checkpoint_every", "keep_checkpoints", "export_every", "tracker", "validation"),
+    *("batch_size", "gradient_accumulation", "gradient_checkpointing", "workers", "max_skipped"),
+    *("checkpoint_every", "keep_checkpoints", "tracker", "validation"),
 )
 """Settings that may differ when a run is resumed; samples per update and held-out samples are compared besides."""
-
-_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(min|h)")
-
-
-def seconds_of(time: str) -> float:
-    """Return the seconds of a time such as "30min" or "8h"."""
-    number, unit = _TIME.fullmatch(time).groups()  # type: ignore[union-attr]  # settings were tested
-    return float(number) * {"min": 60, "h": 3600}[unit]
-
-
-def _check_time(value: str) -> str:
-    check(
-        _TIME.fullmatch(value) is not None and seconds_of(value) > 0,
-        f'{value!r} must be a time such as "30min" or "8h".',
-    )
-    return value
 
 
 def _precision(name: object) -> str:
@@ -58,7 +40,6 @@ def _precision(name: object) -> str:
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Time = Annotated[str, AfterValidator(_check_time)]
 _Weight = Annotated[Number, Field(ge=0)]
 
 
@@ -71,8 +52,8 @@ class ObjectiveWeights(Settings):
     distillation: _Weight = 0.0
     """Mean squared error to the prediction of the unpatched model."""
     transfer: _Weight = 0.0
-    """Attention transfer: per layer, mean squared error between the patched attention's output and the replaced one's,
-    on the unpatched model's activations. Goes with no other loss."""
+    """Per layer, mean squared error between the patched attention's output and the replaced one's, on the unpatched
+    model's activations. Goes with no other loss."""
 
     def __post_init__(self) -> None:
         check(any(vars(self).values()), f"at least one weight of {', '.join(vars(self))} must be positive.")
@@ -88,7 +69,7 @@ class ObjectiveWeights(Settings):
 
 @settings()
 class ValidationConfig(Settings):
-    """The loss on held-out samples, at fixed timesteps and with fixed noise, and pictures or videos from prompts."""
+    """The loss on held-out samples, with fixed noise, and pictures or videos from prompts."""
 
     samples: Count = 0
     """Number of samples at the end of the data that are held out; 0 for no validation."""
@@ -104,11 +85,7 @@ class ValidationConfig(Settings):
 
 @settings()
 class TrainingConfig(Settings):
-    """A training run.
-
-    Raises:
-        ValueError: if a value is not allowed, or fields contradict each other.
-    """
+    """A training run; ValueError if a value is not allowed, or fields contradict each other."""
 
     output: _Text
     """Folder for checkpoints, metrics and the result."""
@@ -122,20 +99,15 @@ class TrainingConfig(Settings):
     component: _Text = "transformer"
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
     patch: _Text | AnyPatch | None = None
-    """Name of a patch, path of a patch YAML, or settings; or a saved patch to begin with, such as another run's result,
-    with its weights and LoRA; None for no patch."""
+    """Name or YAML file of a patch, or settings; or a saved patch to begin with, such as another run's result."""
     data: _Text | None = None
-    """Folder of latents, or of videos or images with captions (or a YAML file of several sources), which are encoded
-    first; None if the caller passes the data."""
-    clip: Clips | None = None
-    """What to cut out of videos or images in ``data``; None for what the YAML file says, or the model's own clip."""
+    """Folder of latents, of ``mhla encode`` or ``mhla synthesize``; None if the caller passes the data."""
     seed: Count = 0
     mixing_learning_rate: Positive | None = None
     """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
     lora_rank: PositiveInteger | None = None
     """Rank of LoRA; required with ``trainable: lora``, not allowed otherwise."""
     lora_layers: LoraLayers = "attention"
-    """Where LoRA is."""
     scheduler: Literal["constant", "cosine"] = "constant"
     warmup_steps: Count = 0
     guidance: Annotated[Number, Field(ge=1)] = 1.0
@@ -147,12 +119,10 @@ class TrainingConfig(Settings):
     precision: Annotated[Literal["no", "bf16"], BeforeValidator(_precision)] = "no"
     """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     base_dtype: BaseType | None = None
-    """Type that the weights of all linear layers of the blocks are kept in under LoRA; None for that of ``precision``,
-    in which they compute in any case."""
+    """Type that the blocks' linear layers are kept in under LoRA; they compute in that of ``precision``."""
     optimizer: OptimizerName = "adamw"
-    """adamw8bit needs torchao, schedulefree the library of that name."""
     weight_decay: _Weight = 0.0
-    """Weight decay of the optimizer; the mixing matrices are never decayed."""
+    """Not of the mixing matrices."""
     max_gradient_norm: Positive = 1.0
     ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the trained weights, which is then validated and exported."""
@@ -165,11 +135,6 @@ class TrainingConfig(Settings):
     """Processes that prefetch data."""
     checkpoint_every: PositiveInteger = 500
     keep_checkpoints: PositiveInteger = 2
-    export_every: PositiveInteger | _Time | None = None
-    """Updates, or time such as "30min", between exports of the weights so far into ``exports/step-…``; None for the
-    result alone."""
-    time_limit: _Time | None = None
-    """Time after which the run writes a checkpoint and stops, counted from its start or resumption; None for none."""
     max_skipped: PositiveInteger = 10
     """Maximum consecutive updates that may be skipped because loss or gradient is not finite."""
     tracker: Literal["tensorboard", "wandb"] | None = None
@@ -220,14 +185,10 @@ class TrainingConfig(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
-        """Read a file.
-
-        Args:
-            path: the YAML file.
-            overrides: ``key=value`` with dotted keys, for example ``validation.samples=8``; values are YAML.
+        """Read a YAML file, changed by ``key=value`` with dotted keys, for example ``validation.samples=8``.
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: as :meth:`read`, or a malformed file or override, or another script's configuration.
+            ValueError: as :meth:`read`, or a malformed file or override.
         """
         return read_yaml(cls, read_text(Path(path)), path, overrides)

@@ -15,23 +15,11 @@ from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpu
 from ..errors import check
 from ..families import Clip, trained_family
 from ..files import folder_for_results, read_json
-from ..generation.pipelines import (
-    family_of,
-    load_pipeline,
-    pipeline_file,
-    pipeline_source,
-    tiny_of,
-    transformers_of,
-    usual_clip,
-)
+from ..generation.pipelines import family_of, load_pipeline, pipeline_file, pipeline_source, tiny_of, usual_clip
 from ..patching import apply_mhla, read_record
 from .config import TrainingConfig
-from .data.cache import INDEX_NAME, LatentCache
-from .data.clips import Clips
-from .data.encode import encode_folder, model_header
-from .data.media import contents_of
-from .data.sources import read_sources
-from .data.summary import DataModel
+from .data.cache import LatentCache, check_made_with
+from .data.model import DataModel
 from .recipe import Recipe, TrainingResult, check_fits, check_start, content_of_run
 from .run_folder import find_checkpoint, read_state, read_tensors, write_whole
 from .validation import PromptSampler
@@ -41,28 +29,24 @@ logger = logging.getLogger(__name__)
 
 
 def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResult:
-    """Adapt the transformer of a pipeline.
+    """Adapt the transformer of the pipeline in ``config.model`` to the latents in ``config.data``.
 
     Model, patch, data and the checkpoint to resume from are checked against each other before weights are loaded.
-    Raises as :class:`NamedRun` and :func:`train`.
-
-    Args:
-        config: with ``model`` and ``data``.
-        resume: "latest" or the path of a checkpoint.
+    ``resume`` and errors are those of :class:`NamedRun` and :func:`train`.
     """
     if config.model is not None:  # a tiny pipeline is named by its folder
         config = replace(config, model=pipeline_source(config.model))
     checkpoint = check_start(config, resume)
     run = NamedRun(config)
     with folder_for_results(Path(config.output), lock=is_first_process()):
-        data = run.open_data(resuming=checkpoint is not None)
+        data = run.open_data()
         check_fits(run.transformer(with_weights=False), data, config)
-        sampler = run.sampler() if config.validation.prompts else None
+        sampler = run.sampler(data) if config.validation.prompts else None
         return Recipe(run.transformer(with_weights=True), data, config, checkpoint, sampler).run()
 
 
 def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: Any = None) -> None:
-    """Write the weights of a checkpoint in the form of a run's result, bit for bit what the run would have written.
+    """Write the weights of a checkpoint as the run's result, bit for bit what the run would have written.
 
     That is a patch for :func:`mhla_diffusers.load_mhla`, with the moving average of the weights where there is one; for
     a run without a patch a whole transformer.
@@ -105,13 +89,10 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: A
 
 
 class NamedRun:
-    """Model, family and data of a configuration, found and checked against each other without reading weights.
-
-    Args:
-        config: with ``model`` and ``data``.
+    """The model and latents that a configuration names; they are checked without reading weights.
 
     Raises:
-        ValueError: no model or data, a patch for another family, or a cache of another model or resolution.
+        ValueError: no model or data, or a patch for another family.
         FileNotFoundError: no such model.
     """
 
@@ -134,25 +115,6 @@ class NamedRun:
             )
         self._dtype = FLOAT_TYPES[dtype_name(config.precision)]
         self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
-        self.is_encoded = (self.data / INDEX_NAME).is_file()
-        is_file = not self.is_encoded and self.data.is_file()
-        self.clips = config.clip or (read_sources(self.data).clip if is_file else None)
-        usual = usual_clip(self.model, family)
-        self.clip = (self.clips or Clips.of(usual)).longest(usual)
-        """As prompts are generated."""
-        if self.is_encoded:
-            self._check_cache(LatentCache(self.data), usual.fps)
-
-    def _check_cache(self, cache: LatentCache, fps: float) -> None:
-        """Raise unless the latents fit the model and configuration; validate at the most common size of the longest."""
-        described, clip = DataModel(self.model), self.config.clip
-        cache.check_made_for(self.name, model_header(self.model, self.family), described.begins_with_picture)
-        if clip is not None:
-            cache.check_cut_as(described.fitted(clip) if isinstance(clip.sizes, str) else clip)
-            return
-        buckets = Counter(sample.bucket for sample in cache.samples)
-        frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
-        self.clip = Clip(frames, cache.settings.get("fps", fps), ((height, width),))
 
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""
@@ -168,48 +130,35 @@ class NamedRun:
             with _without_warnings():  # that MHLA is not adapted yet
                 return model if patch is None else apply_mhla(model, patch)
 
-    def open_data(self, resuming: bool = False) -> LatentCache:
-        """Open the latents; videos or images are encoded into the output folder first.
+    def open_data(self) -> LatentCache:
+        """Open the latents.
 
         Raises:
-            FileNotFoundError: no data; the message has the commands that make it.
-            ValueError: ``resuming``, and files have changed since the run encoded them.
+            FileNotFoundError: there are none; the message has the commands that make them.
+            ValueError: they are damaged, or another model's.
         """
-        if self.is_encoded:
-            return LatentCache(self.data)
         try:
-            contents = contents_of(read_sources(self.data).media())
+            cache = LatentCache(self.data)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"{error} Make the data from videos or images with captions, `mhla encode --model {self.name} --source "
-                f"FOLDER --output {self.data}`, or from prompts, `mhla synthesize --model {self.name} --prompts "
-                f"PROMPTS.txt --output {self.data}`, with the frames and sizes of clip."
+                f"{error} From videos or images with captions: `mhla encode --model {self.name} --source FOLDER "
+                f"--output {self.data}`. From prompts: `mhla synthesize --model {self.name} --prompts PROMPTS.txt "
+                f"--output {self.data}`."
             ) from error
-        folder = Path(self.config.output) / "latents"
-        if resuming:
-            cache = LatentCache(folder)
-            changed = [name for name, _ in cache.index.contents.items() ^ contents.items()]
-            check(
-                not changed,
-                f"Files or captions in {self.data} have changed since this run encoded them, such as "
-                f"{', '.join(changed[:1])}. Restore them, or start a run in another output folder.",
-            )
-            return cache
-        state = _process_state()
-        with state.main_process_first():
-            if state.is_main_process:
-                logger.info("%s holds no latents; encoding its files into %s.", self.data, folder)
-                pipe = load_pipeline(self.model, self.family.name, "auto", self._dtype, transformers_of(self.model))
-                encode_folder(pipe, self.model, self.data, folder, self.clips, self.config.workers)
-        return LatentCache(folder)
+        remedy = f"encode the data for this model, with mhla encode --model {self.name}, into another folder."
+        check_made_with(self.data, cache.header, DataModel(self.model).header({}), remedy)
+        return cache
 
-    def sampler(self) -> PromptSampler:
-        """Make what generates at every validation."""
+    def sampler(self, data: LatentCache) -> PromptSampler:
+        """Make what generates at every validation, clips of the most common size among the longest of the data."""
         validation = self.config.validation
         device, component = str(_process_state().device), self.config.component
         # the one in training takes the place of its transformer
         pipe = load_pipeline(self.model, self.family.name, device, self._dtype, [component])
-        return PromptSampler(pipe, validation.prompts, self.clip, validation.inference_steps, component)
+        buckets = Counter(clip.bucket for _, clip in data.clips)
+        frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
+        clip = Clip(frames, data.header.get("fps", usual_clip(self.model, self.family).fps), ((height, width),))
+        return PromptSampler(pipe, validation.prompts, clip, validation.inference_steps, component)
 
 
 @contextmanager

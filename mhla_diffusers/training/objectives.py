@@ -44,15 +44,7 @@ def prediction_losses(
     batch: NoisedBatch,
     target: torch.Tensor | None = None,
 ) -> Losses:
-    """Yield the loss of the model's prediction: the diffusion loss, the squared error to a target, or their sum.
-
-    Args:
-        model: patched, possibly wrapped for training.
-        process: how the family was trained.
-        weights: of the losses.
-        batch: the input.
-        target: the original model's prediction, for distillation.
-    """
+    """Yield the loss of the model's prediction: the diffusion loss, the squared error to a target, or their sum."""
     prediction, parts = predict(model, batch), {}
     if weights.diffusion:
         parts["diffusion"] = process.loss(prediction, batch).mean()
@@ -67,11 +59,7 @@ def guided_prediction(
 ) -> torch.Tensor:
     """Predict with classifier-free guidance on the channels of the noise: (B, output channels, ...).
 
-    Args:
-        transformer: which.
-        batch: the input.
-        guidance: scale; 1.0 for none.
-        empty: conditioning of the empty prompt, without a batch axis; None for no guidance.
+    ``empty`` is the conditioning of the empty prompt, without a batch axis; None, or a guidance of 1, is no guidance.
     """
     conditional = predict(transformer, batch)
     if guidance == 1 or empty is None:

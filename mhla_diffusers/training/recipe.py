@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from ..files import fingerprint, folder_for_results, write_tensors
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..patching.weights import LORA
 from ..reporting import progress, scaled, shows_bars
-from .config import TrainingConfig, seconds_of
+from .config import TrainingConfig
 from .data.batches import NoisedBatches, TrainingData
 from .data.times import frames_together
 from .objectives import Losses, guided_prediction, prediction_losses, transfer_losses
@@ -48,8 +49,8 @@ from .weights import (
     make_optimizer,
     optimizer_class,
     prepare_for_training,
-    quantization,
     quantize_base,
+    quantizer,
     write_weights,
 )
 
@@ -66,12 +67,11 @@ class TrainingResult:
     step: int
     """Updates done."""
     finished: bool
-    """False if SIGTERM, Ctrl-C or the time limit stopped it; its last checkpoint is then at ``step``."""
+    """False if SIGTERM or Ctrl-C stopped it; its last checkpoint is then at ``step``."""
     result: Path | None
     """Folder with the trained weights; None while unfinished."""
     exit_code: int = 0
-    """Exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, also if another process received it; 124, as of
-    ``timeout``, after the time limit."""
+    """Exit code of the command: 130 after Ctrl-C, 143 after SIGTERM, also if another process received it."""
 
 
 def train(
@@ -82,21 +82,17 @@ def train(
     resume: str | None = None,
     sampler: Sampler | None = None,
 ) -> TrainingResult:
-    """Train a transformer, patched or not, in place.
-
-    ``model``, ``patch`` and ``data`` of ``config`` are not loaded here; the arguments are used.
+    """Train a transformer, patched as the configuration says, in place; its ``model`` and ``data`` are not loaded.
 
     Args:
-        transformer: with its original weights, or those of a loaded patch; patched if the configuration has a patch.
+        transformer: with its original weights, or those of a loaded patch.
         data: samples; the last ``config.validation.samples`` are held out.
         config: settings.
         resume: "latest", which starts a new run if there is no checkpoint, or a checkpoint's path; None for a new run.
         sampler: called at every validation with the transformer and a folder to generate into.
 
     Raises:
-        ValueError: settings, data, transformer and the checkpoint do not fit each other, or the launcher shards.
-        FileNotFoundError: no checkpoint to resume from.
-        ImportError: the library of the tracker, of the optimizer or of ``base_dtype`` is missing.
+        ValueError, FileNotFoundError, ImportError: as :func:`check_start` and :func:`check_fits`.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates or with non-finite weights or validation loss; no result is written.
         CheckpointError: the last checkpoint or the result could not be written.
@@ -121,7 +117,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
         FileNotFoundError: no checkpoint to resume from.
         ImportError: the library of the tracker, of the optimizer or of ``base_dtype`` is missing.
     """
-    from accelerate.utils import is_tensorboard_available, is_wandb_available, parse_flag_from_env
+    from accelerate.utils import parse_flag_from_env
 
     checkpoint = RunFolder(config.output).find(resume)
     if checkpoint is not None:  # what the run finds of data, patch and weights is compared later
@@ -140,9 +136,8 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     )
     optimizer_class(config.optimizer)
     if config.base_dtype is not None:
-        quantization(config.base_dtype)
-    available = {None: True, "tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
-    if not available[config.tracker]:
+        quantizer(config.base_dtype)
+    if config.tracker is not None and find_spec(config.tracker) is None:
         raise ImportError(
             f"tracker={config.tracker} is not installed: pip install {config.tracker}, or set tracker: null. "
             "metrics.jsonl holds the same numbers."
@@ -212,8 +207,6 @@ class Recipe:
         from diffusers.training_utils import EMAModel
 
         self.config, self.sampler, self.folder = config, sampler, RunFolder(config.output)
-        self.started = time.monotonic()
-        self.exported_at = self.started
         self.step = 0
         """Updates done, skipped ones included."""
         self.skipped = 0
@@ -309,16 +302,15 @@ class Recipe:
         )
 
     def run(self) -> TrainingResult:
-        """Train to the end, or until a signal or the time limit."""
+        """Train to the end, or until a signal."""
         config = self.config
-        ends_at = math.inf if config.time_limit is None else self.started + seconds_of(config.time_limit)
         with self._recording() as bar, _stop_request() as signals:
             if self.step == 0:
                 self.validate()
             batches = self.batches.from_step(self.step)
             began, times = self.step, [time.monotonic()]
             while self.step < config.steps:
-                must_stop = self.update(batches, bool(signals) or time.monotonic() >= ends_at, bar)
+                must_stop = self.update(batches, bool(signals), bar)
                 times.append(time.monotonic())
                 if self.step - began == _MEASURED:
                     self._tell_speed((times[-1] - times[2]) / (_MEASURED - 2))
@@ -330,20 +322,19 @@ class Recipe:
                 if is_last or must_stop or self.step % config.checkpoint_every == 0:
                     self.save(must_succeed=is_last or must_stop)
                 if must_stop and not is_last:
-                    is_spent = not signals and time.monotonic() >= ends_at
-                    why = f"time_limit={config.time_limit}" if is_spent else "a signal"
-                    logger.warning("Stopped by %s after step %d; go on with --resume latest.", why, self.step)
-                    code = 124 if is_spent else 128 + (signals[0] if signals else signal.SIGTERM)
+                    logger.warning("Stopped by a signal after step %d; go on with --resume latest.", self.step)
+                    code = 128 + (signals[0] if signals else signal.SIGTERM)
                     return TrainingResult(self.step, finished=False, result=None, exit_code=code)
-                if not is_last and self._export_is_due():
-                    self.export(self.folder.path / "exports" / f"step-{self.step:08d}", must_succeed=False)
-            self.export(self.folder.result, must_succeed=True)
+            if self.is_first:
+                with self.averaged():
+                    write_whole(self.folder.result, lambda aside: write_weights(self.transformer, config, aside))
+            self.accelerator.wait_for_everyone()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         return TrainingResult(self.step, finished=True, result=self.folder.result)
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
-        """Context in which metrics are recorded; yields the progress bar."""
+        """Record metrics within the context; yields the progress bar."""
         if self.is_first:
             self.folder.begin_at(self.step)
         self.accelerator.wait_for_everyone()
@@ -355,21 +346,13 @@ class Recipe:
         try:
             with above_bar, progress(total=total, initial=self.step, unit="step", disable=hidden) as bar:
                 yield bar
-        except ValueError as error:  # as the operator raises it for a λ that has become 0 or infinite
-            logs = [getattr(layer, "linear_log_weight", None) for layer in mhla_layers(self.transformer).values()]
-            if all(bool(log.exp().log().isfinite().all()) for log in logs if log is not None):
-                raise
-            raise self._diverged(f"λ after step {self.step} is 0 or not finite") from error
         finally:
             self.accelerator.end_training()
 
     def update(self, batches: Iterator[NoisedBatch], stop: bool, bar: Any) -> bool:
         """Do one optimizer update; skipped, but still counted, if loss or gradient is not finite.
 
-        Args:
-            batches: the batch of every forward.
-            stop: whether this process wants to stop; the return value says whether any does.
-            bar: shows the progress.
+        ``stop`` says whether this process wants to stop, the return value whether any does.
         """
         accelerator, config = self.accelerator, self.config
         started, tokens, rate = time.perf_counter(), 0, float(self.schedule.get_last_lr()[0])
@@ -496,10 +479,7 @@ class Recipe:
         return float(self.accelerator.reduce(summed, reduction="sum")) / self.config.validation.samples
 
     def _check_end(self) -> None:
-        """Raise if the final model may be bad.
-
-        One skipped update is enough if it is the last one, because no later update shows that the weights still work.
-        """
+        """Raise if the final model may be bad; a last update that was skipped leaves that open."""
         with self.averaged():
             finite = all(bool(parameter.isfinite().all()) for parameter in self.trained.values())
         if self.skipped:
@@ -547,27 +527,6 @@ class Recipe:
                     raise
                 logger.error("%s Training continues; the earlier checkpoints are kept.", error)
         self.accelerator.wait_for_everyone()
-
-    def _export_is_due(self) -> bool:
-        """Whether to export after this update; intervals of time follow the first process's clock."""
-        every = self.config.export_every
-        if not isinstance(every, str):
-            return every is not None and self.step % every == 0
-        return self.is_first and time.monotonic() - self.exported_at >= seconds_of(every)
-
-    def export(self, folder: Path, must_succeed: bool) -> None:
-        """Write the weights for use, the moving average where there is one; a failure raises or is logged."""
-        if self.is_first:
-            with self.averaged():
-                try:
-                    write_whole(folder, lambda aside: write_weights(self.transformer, self.config, aside))
-                except CheckpointError as error:
-                    if must_succeed:
-                        raise
-                    logger.error("%s Training continues.", error)
-        self.exported_at = time.monotonic()
-        if must_succeed:
-            self.accelerator.wait_for_everyone()
 
     def _say(self, words: str, *values: object) -> None:
         if self.is_first:

@@ -7,11 +7,9 @@
       checkpoints/step-00000500/        weights.safetensors and average.safetensors of what is trained, accelerate's
                                         state, and state.json, which holds the SHA-256 of each of them and of itself
       samples/step-00000500/            what a validation generated
-      exports/step-00000500/            what the result would be if the run had ended there
       result/                           what load_mhla (or from_pretrained) loads after the last step
 
-``state.json`` holds the updates done and what identifies the run. Random numbers need no state: they follow from the
-seed and the step.
+Random numbers need no state: they follow from the seed and the step.
 """
 
 import json
@@ -55,7 +53,7 @@ class RunFolder:
         self.metrics, self.result = self.path / "metrics.jsonl", self.path / "result"
 
     def checkpoints(self) -> list[Path]:
-        """Return complete checkpoints, oldest first, without others such as a user's copy ``step-00000500.bak``."""
+        """Return complete checkpoints, oldest first, without copies such as ``step-00000500.bak``."""
         found = (self.path / "checkpoints").glob("step-*")
         return sorted(path for path in found if path.name.removeprefix("step-").isdigit())
 
@@ -83,15 +81,9 @@ class RunFolder:
         return chosen
 
     def save(self, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> None:
-        """Write a checkpoint, then remove all but the ``keep`` latest; a failed write removes none.
+        """Write a checkpoint of ``state["step"]``, then remove all but the ``keep`` latest.
 
-        Args:
-            state: as JSON holds it, with ``step``.
-            write: writes the files into the folder that it gets.
-            keep: how many.
-
-        Raises:
-            CheckpointError: it could not be written.
+        ``write`` fills the folder that it gets. If that fails, none is removed, and CheckpointError raised.
         """
 
         def write_all(aside: Path) -> None:
@@ -136,13 +128,11 @@ def find_checkpoint(path: Path) -> Path:
 def read_state(folder: Path, with_files: bool = False) -> dict[str, Any]:
     """Read ``state.json``; settings that are newer than the checkpoint get their defaults.
 
-    Args:
-        folder: of the checkpoint.
-        with_files: whether to compare the other files with their hashes.
+    ``with_files`` also compares the other files with their hashes.
 
     Raises:
-        ValueError: it is damaged, or of an earlier version.
-        FileNotFoundError: a file that it names is missing.
+        ValueError: the checkpoint is damaged, or of an earlier version.
+        FileNotFoundError: a file is missing.
     """
     try:
         state = read_checked_json(folder / _STATE)
@@ -176,10 +166,7 @@ def _instead_of(checkpoint: Path) -> str:
 def find_changes(folder: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
     """Return what has changed since a checkpoint, such as "learning_rate: 0.0001 → 5e-05".
 
-    Args:
-        folder: the checkpoint's.
-        state: its content.
-        run: what identifies the run, or a part of that: ``config``, and other things by their names in errors.
+    ``run`` is what identifies the run, or a part of that: ``config``, and other things by their names in errors.
 
     Raises:
         ValueError: something has changed that may not, with both values.

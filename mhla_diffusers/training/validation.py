@@ -37,17 +37,9 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
 
 
 class PromptSampler:
-    """Generates a PNG or MP4 for each of some prompts, from the same noise every time.
+    """Generates a PNG or MP4 for each prompt, from the same noise every time; ValueError for an unknown class of DiT.
 
-    Args:
-        pipe: pipeline; its transformer is replaced by the one in training.
-        prompts: one file each; classes for DiT.
-        clip: frames, frames per second and size.
-        steps: of the sampler.
-        component: which transformer of the pipeline is trained.
-
-    Raises:
-        ValueError: a prompt that the model does not take.
+    The transformer in training takes the place of ``component`` of the pipeline.
     """
 
     def __init__(
@@ -77,7 +69,7 @@ class PromptSampler:
 
 
 def show_samples(tracker: Any, folder: Path, step: int) -> None:
-    """Give the pictures in a folder, and all frames of its videos, to a tracker of accelerate."""
+    """Show the pictures in a folder, and all frames of its videos, in a tracker of accelerate."""
     layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
     for file in sorted(folder.iterdir()):
         if file.suffix == ".mp4":

@@ -2,10 +2,11 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -108,11 +109,7 @@ def make_optimizer(model: nn.Module, trained: dict[str, nn.Parameter], config: T
 
 
 def optimizer_class(name: OptimizerName) -> type[torch.optim.Optimizer]:
-    """Return the optimizer class by its name in the configuration; ImportError if its library is missing.
-
-    ``adamw8bit`` keeps both moments in 8 bits, in blocks of 256 values, except for parameters with fewer than 4096
-    values or not a multiple of 256. It compiles its update for every shape of a parameter, at the first one.
-    """
+    """Return the optimizer class by its name in the configuration; ImportError if its library is missing."""
     try:
         if name == "adamw8bit":
             from torchao.optim import AdamW8bit
@@ -131,21 +128,43 @@ def optimizer_class(name: OptimizerName) -> type[torch.optim.Optimizer]:
 # Frozen weights
 
 
-def quantization(kind: BaseType) -> Any:
-    """Return torchao's configuration of a type of frozen weights; ImportError if torchao is missing."""
+def quantizer(kind: BaseType) -> Callable[[nn.Linear, torch.device], nn.Module]:
+    """Return what converts a linear layer to a type of frozen weights, on a device.
+
+    Raises:
+        ImportError: torchao or bitsandbytes is missing.
+    """
     try:
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+        if kind == "nf4":
+            from bitsandbytes.nn import Linear4bit
+
+            return partial(_in_4_bits, Linear4bit)
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise ImportError(f"base_dtype={kind} needs torchao; {installing('quantize')}.") from error
-    return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+        library = "bitsandbytes" if kind == "nf4" else "torchao"
+        raise ImportError(f"base_dtype={kind} needs {library}; {installing('quantize')}.") from error
+    config = Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+
+    def convert(linear: nn.Linear, device: torch.device) -> nn.Module:
+        quantize_(linear, config, device=device)
+        return linear
+
+    return convert
+
+
+def _in_4_bits(cls: Any, linear: nn.Linear, device: torch.device) -> nn.Module:
+    has_bias, compute_dtype = linear.bias is not None, linear.weight.dtype
+    converted = cls(linear.in_features, linear.out_features, has_bias, compute_dtype, quant_type="nf4")
+    converted.load_state_dict(linear.state_dict())
+    converted.to(device=device)  # which converts the weights
+    return cast(nn.Module, converted)
 
 
 def quantize_base(transformer: nn.Module, kind: BaseType, device: torch.device) -> None:
     """Convert the weights of all linear layers of the blocks in place, one layer at a time on the device."""
-    from torchao.quantization import quantize_
-
-    for linear in _linears_of_blocks(transformer).values():
-        quantize_(linear, quantization(kind), device=device)
+    convert = quantizer(kind)
+    for place, linear in _linears_of_blocks(transformer).items():
+        transformer.set_submodule(place, convert(linear, device))
 
 
 def _linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
@@ -207,12 +226,8 @@ def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
 class Original:
     """The original model within a context: the same modules without patch and LoRA, with the original weights.
 
-    Weights that are not trained are shared. Of weights that are trained, or that a loaded patch has replaced, the
-    original values are kept on the device and swapped in. So make it before anything is trained or resumed.
-
-    Args:
-        transformer: patched or not.
-        trained: names of the parameters that training changes.
+    Of the weights named in ``trained``, and of those that a loaded patch has replaced, the original values are kept on
+    the device and swapped in; all others are shared. So make it before anything is trained or resumed.
     """
 
     def __init__(self, transformer: nn.Module, trained: Iterable[str]) -> None:
@@ -277,10 +292,9 @@ def begin_with(folder: Path, model: Any) -> Any:
 
 
 def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> None:
-    """Write the trained weights into a folder: a patch for :func:`mhla_diffusers.load_mhla`, or a whole transformer.
+    """Write a patch for :func:`mhla_diffusers.load_mhla`, or for a run without one a transformer for from_pretrained.
 
-    A patch holds MHLA's own weights and, where they were trained, the model's, or its LoRA. An unpatched transformer is
-    saved whole, for ``from_pretrained``.
+    A patch holds MHLA's own weights and, where they were trained, the model's, or its LoRA.
 
     Raises:
         ValueError: a patch in diffusers' own form.

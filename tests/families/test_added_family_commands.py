@@ -10,6 +10,7 @@ from PIL import Image
 
 from mhla_diffusers import families, is_patched, load_mhla
 from mhla_diffusers.families import register_family
+from mhla_diffusers.training.data.cache import LatentCache
 
 from ..evaluation.pictures import mhla
 from .cogview3plus import COGVIEW3PLUS
@@ -74,9 +75,8 @@ def test_encode(model, tmp_path):
         Image.new("RGB", (70, 80), (50 * number, 90, 120)).save(pictures / f"{number}.png")
         (pictures / f"{number}.txt").write_text("a cat")
     where = ("--model", model, "--source", pictures, "--output", tmp_path / "latents")
-    run("encode", *where, "--size", "64x64", "--workers", "1", "--precision", "no")
-    index = json.loads((tmp_path / "latents" / "index.json").read_text())
-    assert [sample["shape"] for sample in index["samples"]] == [[4, 8, 8]] * 2
+    run("encode", *where, "--size", "64x64", "--precision", "no")
+    assert LatentCache(tmp_path / "latents").shapes == [(4, 8, 8)] * 2
 
 
 def test_synthesize_and_finetune(model, tmp_path):
@@ -93,7 +93,6 @@ def test_synthesize_and_finetune(model, tmp_path):
         "patch": {"density": 0.2, "block_size": 4},
         "prompt_dropout": 0.2,
         "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 2},
-        "clip": {"frames": 1, "fps": 1, "sizes": [[64, 64]]},
         **one_step,
         "trainable": "attention",
         "objectives": {"transfer": 1.0},

@@ -78,7 +78,6 @@ def test_real_clips_are_encoded_trained_on_generated_and_scored(tmp_path: Path) 
                 "patch": {"density": 0.5, "block_size": 4},
                 "data": str(tmp_path / "latents"),
                 "output": str(tmp_path / "run"),
-                "clip": {"frames": 9, "fps": 8, "sizes": [[48, 64], [64, 48]]},
                 **trained,
                 "batch_size": 1,
             }

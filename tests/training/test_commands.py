@@ -22,7 +22,7 @@ from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip
 from mhla_diffusers.generation.pipelines import load_result
 from mhla_diffusers.training import TrainingConfig, read_metrics
-from mhla_diffusers.training.data.cache import CacheWriter
+from mhla_diffusers.training.data.cache import CachedFile, CacheWriter
 from mhla_diffusers.training.finetune import NamedRun, export_checkpoint, finetune
 from mhla_diffusers.training.validation import PromptSampler
 
@@ -34,7 +34,6 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("finetune/configs/*.yaml"))
 
 
-CLIP = "clip={frames: 5, fps: 8, sizes: [[32, 32]]}"
 PROMPTS = "prompts: [a blue ball], every: 4"
 
 
@@ -84,8 +83,8 @@ def _cli(*arguments: object) -> str:
 def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, latents: Path, config_file: Path) -> None:
     """Attention transfer, then a run that begins with its result and generates samples at every validation."""
     first = ("trainable=mhla", "objectives={transfer: 1.0}", f"output={tmp_path / 'transfer'}")
-    assert str(tmp_path / "transfer" / "result") in _cli("finetune", config_file, f"data={latents}", CLIP, *first)
-    given = (f"data={latents}", CLIP, f"validation={{{PROMPTS}, inference_steps: 2}}", "ema_decay=0.9")
+    assert str(tmp_path / "transfer" / "result") in _cli("finetune", config_file, f"data={latents}", *first)
+    given = (f"data={latents}", f"validation={{{PROMPTS}, inference_steps: 2}}", "ema_decay=0.9")
     given = (*given, f"patch={tmp_path / 'transfer' / 'result'}")
     assert str(tmp_path / "run" / "result") in _cli("finetune", config_file, *given)
     written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
@@ -107,9 +106,9 @@ def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, latents: Path, confi
 def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     changes: tuple[str, ...], tmp_path: Path, model: str, latents: Path, config_file: Path
 ) -> None:
-    run, every = tmp_path / "run", ("checkpoint_every=1", "keep_checkpoints=9", "export_every=3", "ema_decay=0.9")
+    run, every = tmp_path / "run", ("checkpoint_every=1", "keep_checkpoints=9", "ema_decay=0.9")
     shown = "validation={prompts: [a blue ball], every: 1, inference_steps: 2}"
-    _cli("finetune", config_file, f"data={latents}", CLIP, shown, *every, *changes)
+    _cli("finetune", config_file, f"data={latents}", shown, *every, *changes)
     _cli("export", run, "--output", tmp_path / "last")
     assert _files(tmp_path / "last") == _files(run / "result")
     checkpoint = run / "checkpoints" / "step-00000003"
@@ -117,10 +116,10 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
         load_mhla(wan_pipeline(), checkpoint)
     command = str(raised.value).partition("mhla ")[2].replace("FOLDER", str(tmp_path / "middle"))
     _cli(*shlex.split(command))
-    assert _files(tmp_path / "middle") == _files(run / "exports" / "step-00000003") != _files(run / "result")
+    assert _files(tmp_path / "middle") != _files(run / "result")
     pipe = WanPipeline.from_pretrained(model)  # as the run, since rounding depends on where weights lie in memory
     load_result(pipe, tmp_path / "middle")
-    PromptSampler(pipe, ["a blue ball"], Clip(5, 8.0, ((32, 32),)), steps=2)(pipe.transformer, tmp_path / "made")
+    PromptSampler(pipe, ["a blue ball"], Clip(5, 16.0, ((32, 32),)), steps=2)(pipe.transformer, tmp_path / "made")
     assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
     with refused(str(tmp_path / "last")):
         export_checkpoint(run, tmp_path / "last")
@@ -172,26 +171,8 @@ def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
         assert finetune(config, resume="latest").finished
 
 
-def test_raw_files_are_encoded_first(tmp_path: Path, config_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "videos").mkdir()
-    for index in range(2):
-        write_video(tmp_path / "videos" / f"{index}.mp4")
-        (tmp_path / "videos" / f"{index}.txt").write_text("a red ball")
-    config = TrainingConfig.from_yaml(config_file, [f"data={tmp_path / 'videos'}", CLIP])
-    assert finetune(config).finished
-    assert "is not adapted yet" not in caplog.text, "training adapts it"
-    assert (tmp_path / "run" / "latents" / "index.json").is_file()
-    index = (tmp_path / "run" / "latents" / "index.json").read_bytes()
-    (tmp_path / "videos" / "1.txt").write_text("a blue ball")
-    with refused("1.mp4"):
-        finetune(config, resume="latest")
-    (tmp_path / "videos" / "1.txt").write_text("a red ball")
-    assert finetune(config, resume="latest").finished
-    assert (tmp_path / "run" / "latents" / "index.json").read_bytes() == index
-
-
 def test_bfloat16_keeps_frozen_weights_small_and_trains(tmp_path: Path, latents: Path, config_file: Path) -> None:
-    changed = [f"data={latents}", CLIP, "precision=bfloat16", "ema_decay=0.9", "gradient_checkpointing=true"]
+    changed = [f"data={latents}", "precision=bfloat16", "ema_decay=0.9", "gradient_checkpointing=true"]
     changed += ["patch={density: 0.5, block_size: 2}", "trainable=lora", "lora_rank=2", "objectives={distillation: 1}"]
     changed += [f"validation={{{PROMPTS}, inference_steps: 1}}"]
     config = TrainingConfig.from_yaml(config_file, changed)
@@ -292,10 +273,9 @@ def test_bad_input_is_refused_before_weights_are_read(
     Path("bad.txt").write_text("seven\nhorse\n")
     write_image(Path("images/a.png"))
     Path("images/a.txt").write_text("horse")
-    header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x", "settings": {}}
-    writer = CacheWriter(Path("another"), header)
-    writer.add("a", "b", {"latents": torch.zeros(4, 2, 4, 4)})
-    writer.flush()
+    header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x"}
+    writer = CacheWriter("another", header, {"a": ""}, {"encoder_hidden_states": torch.zeros(3, 8)}, {})
+    writer.add(CachedFile("a", "b", clips=(writer.write({"latents": torch.zeros(4, 2, 4, 4)}, (5, 32, 32)),)))
     with pytest.raises(error, match=named):
         _cli(*command)
 
@@ -327,7 +307,8 @@ def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: P
     settings |= {"steps": 1, "learning_rate": 1, "trainable": "all", "objectives": {"diffusion": 1}}
     validation = {"prompts": ["5"], "inference_steps": 1}
     transformer = make().transformer
-    NamedRun(TrainingConfig.read({**settings, "validation": validation})).sampler()(transformer, tmp_path / "made")
+    run = NamedRun(TrainingConfig.read({**settings, "validation": validation}))
+    run.sampler(run.open_data())(transformer, tmp_path / "made")
     assert [path.stem for path in (tmp_path / "made").iterdir()] == ["00"]
 
 

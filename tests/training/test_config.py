@@ -56,12 +56,11 @@ def test_yaml_and_dict_round_trip_and_overrides(path: Path) -> None:
         (TEXT, "guidance=3.0 objectives.distillation=0", ["guidance=3.0"]),
         (TEXT, "precision=fp16", ["precision='fp16'", "float32", "bf16"]),
         (TEXT, "patch=''", ["patch=''"]),
-        (TEXT, "export_every=30s", ["export_every='30s'"]),
         (TEXT, "base_dtype=int8", ["base_dtype='int8'", "trainable: lora", "gradient_checkpointing: true"]),
         (TEXT, "optimizer=schedulefree ema_decay=0.9", ["ema_decay=0.9"]),
         (TEXT, "optimizer=schedulefree scheduler=cosine", ["scheduler='cosine'"]),
         (TEXT, "optimizer=adam", ["'adam'", "schedulefree"]),
-        (TEXT, "clip={frames: 5}", ["clip lacks fps, sizes"]),
+        (TEXT, "patch={blocks: [2, 2, 2], layers: none}", ["patch", "layers='none'"]),
         ("output: here\n", "seed=1", ["steps"]),
         ("[]", "seed=1", ["run.yaml"]),
         (TEXT.replace("steps: 20", "steps: 0"), "seed=1", ["run.yaml, line 4", "steps=0"]),
@@ -76,8 +75,9 @@ def test_errors_name_file_line_and_setting(path: Path, text: str, override: str,
 
 
 def test_what_is_missing_is_said_once(path: Path) -> None:
-    with refused("clip lacks fps, sizes") as raised:
-        TrainingConfig.from_yaml(path, ["clip={frames: 5}"])
+    path.write_text(TEXT.replace("trainable: all\n", "").replace("steps: 20\n", ""))
+    with refused("lacks steps, trainable") as raised:
+        TrainingConfig.from_yaml(path)
     assert with_causes(raised.value).count("lacks") == 1
 
 

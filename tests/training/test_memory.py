@@ -43,6 +43,7 @@ def run(config: TrainingConfig, resume: str | None = None) -> list[dict[str, Any
         ({"optimizer": "schedulefree"}, "schedulefree", 0.1),
         ({**LORA, "base_dtype": "int8"}, "torchao", 0.01),
         ({**LORA, "base_dtype": "float8"}, "torchao", 0.05),
+        ({**LORA, "base_dtype": "nf4"}, "bitsandbytes", 0.1),
     ],
 )
 def test_each_trains_as_adamw_does_in_float32_and_resumes(
@@ -80,6 +81,7 @@ def test_moments_in_8_bits_are_small(tmp_path: Path) -> None:
         ({"optimizer": "adamw8bit"}, "torchao.optim", "quantize"),
         ({"optimizer": "schedulefree"}, "schedulefree", "schedulefree"),
         ({**LORA, "patch": PATCH, "base_dtype": "int8"}, "torchao.quantization", "quantize"),
+        ({**LORA, "patch": PATCH, "base_dtype": "nf4"}, "bitsandbytes.nn", "quantize"),
     ],
 )
 def test_a_missing_library_is_told_before_anything_is_loaded(

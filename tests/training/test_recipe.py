@@ -1,5 +1,6 @@
 import io
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, apply_mhla
+from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla
 from mhla_diffusers.files import read_checked_json, write_checked_json
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.data.batches import BatchOrder
@@ -49,14 +50,6 @@ def test_a_run_that_diverged_ends_with_an_error_and_without_a_result(tmp_path: P
     _diverges(tmp_path / "c", "step 1 ", checkpoint_every=1)
     endless = poisoned_wan_data(*range(16), value=float("inf"))
     _diverges(tmp_path / "d", "4 .*step 4", endless, steps=50, max_skipped=3)
-
-
-def test_a_weight_of_the_linear_branch_that_leaves_its_range_is_told_as_divergence(tmp_path: Path) -> None:
-    """It is the exponential of what is trained, and the operator takes neither 0 nor infinity."""
-    causal = CausalConfig(blocks=(2, 1, 1), block_length=1, causal="block")
-    config = settings(tmp_path, steps=6, patch=causal, trainable="mhla", learning_rate=1e9)
-    with pytest.raises(TrainingDivergedError):
-        train(apply_mhla(tiny_wan(), causal), wan_data(), config)
 
 
 def test_weights_that_no_loss_depends_on_are_looked_at_too(tmp_path: Path) -> None:
@@ -135,7 +128,7 @@ def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch
     validation = ValidationConfig(samples=2, every=3, timesteps=1)
     config = settings(tmp_path / "run", steps=3, tracker="tensorboard", validation=validation)
     with monkeypatch.context() as missing:
-        missing.setattr("accelerate.utils.is_tensorboard_available", lambda: False)
+        missing.setitem(sys.modules, "tensorboard", None)
         with pytest.raises(ImportError):
             train(tiny_wan(), wan_data(), config)
         assert not (tmp_path / "run").exists()

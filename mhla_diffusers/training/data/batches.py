@@ -1,7 +1,5 @@
-"""From samples to noised batches: which samples, in which order, with which noise.
-
-A sample maps names to tensors: ``latents`` as the transformer takes them, (C, F, H, W) or (C, H, W), and further
-arguments of its forward, for example ``encoder_hidden_states`` (L, channels) or ``class_labels`` ().
+"""From samples to noised batches. A sample maps names to tensors: ``latents`` as the transformer takes them,
+(C, F, H, W) or (C, H, W), and arguments of its forward, such as ``encoder_hidden_states`` (L, channels).
 """
 
 import logging
@@ -34,15 +32,13 @@ class TrainingData(Protocol):
     weights: Sequence[float] | None
     """How often every sample occurs in an epoch, at least 1, on average over its bucket; None for once each."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample:
-        """One sample."""
+    def __getitem__(self, index: int) -> Sample: ...
 
 
 class InMemoryData:
-    """Samples in memory, and the conditioning of the empty prompt if there is one."""
+    """Samples in memory."""
 
     def __init__(self, samples: Sequence[Sample], empty: Sample | None = None) -> None:
         for index, sample in enumerate(samples):
@@ -103,17 +99,9 @@ class BatchOrder:
 class NoisedBatches:
     """The noised batches of one process of several, to train on and to validate on.
 
-    Noise, time and prompt dropout of a sample depend only on the seed, the step and its position in the step's batch,
-    so they are the same for any number of processes.
-
-    Args:
-        data: all samples; the last ``config.validation.samples`` are held out.
-        process: how the family was trained.
-        config: settings.
-        device: where batches go.
-        rank: index of this process.
-        processes: how many there are.
-        together: latent frames that share a time, see :mod:`mhla_diffusers.training.data.times`.
+    The last ``config.validation.samples`` samples of the data are held out. Noise, time and prompt dropout of a sample
+    depend only on the seed, the step and its position in the step's batch, so any number of processes gives the same.
+    ``together`` is the number of latent frames that share a time, see :mod:`mhla_diffusers.training.data.times`.
     """
 
     def __init__(
@@ -132,15 +120,7 @@ class NoisedBatches:
         self.training_samples = len(data) - config.validation.samples
 
     def from_step(self, step: int) -> Iterator[NoisedBatch]:
-        """Yield the batches of all forwards from a step on, without end.
-
-        Args:
-            step: updates before.
-
-        Raises:
-            OSError: data that cannot be read.
-            ValueError: damaged data, or samples that do not fit into one batch.
-        """
+        """Yield the batches of all forwards after some updates, without end; ValueError or OSError for damaged data."""
         config, size, shapes = self.config, self.config.batch_size, self._data.shapes[: self.training_samples]
         needed = size * config.gradient_accumulation * self.processes
         for shape, there in Counter(shapes).items() if self.rank == 0 else ():
@@ -153,7 +133,7 @@ class NoisedBatches:
         order = BatchOrder(shapes, needed, config.seed, self._data.weights)
 
         def indices() -> Iterator[list[int]]:
-            """Yield the samples of every forward: forward a starts at (a · processes + rank) · size of the batch."""
+            # forward a starts at (a · processes + rank) · size of the update's samples
             for at in count(step):
                 for start in range(self.rank * size, needed, size * self.processes):
                     yield order[at][start : start + size]
@@ -195,7 +175,7 @@ class NoisedBatches:
     def held_out(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
         """Yield latents, fixed noise and conditioning, as a batch of one, of every held-out sample of this process."""
         for index in range(self.training_samples + self.rank, len(self._data), self.processes):
-            sample = _on_device({name: tensor[None] for name, tensor in self._data[index].items()}, self.device)
+            sample = _on_device(stack_samples([self._data[index]]), self.device)
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(self.config.seed, "validation", index))
             yield latents, noise.to(self.device), sample
@@ -207,7 +187,7 @@ def ignore_interrupts(worker: int) -> None:
 
 
 def _read(data: TrainingData, indices: Sequence[int]) -> dict[str, torch.Tensor] | Exception:
-    """Read a batch; return an exception instead of raising it, because workers would send only its traceback's text."""
+    """Read a batch, or return the exception, of which workers would send only the traceback's text."""
     try:
         return stack_samples([data[index] for index in indices])
     except (ValueError, OSError) as error:
@@ -225,12 +205,9 @@ def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def drop_prompts(
     conditioning: Mapping[str, torch.Tensor], empty: Sample, dropped: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Replace the conditioning of some samples by the empty prompt's.
+    """Replace the conditioning, each (B, ...), of the samples dropped, bool (B,), by the empty prompt's, each (...).
 
-    Args:
-        conditioning: each (B, ...).
-        empty: by the same names, each (...); conditioning that it lacks, such as a picture's, is kept.
-        dropped: bool (B,).
+    Conditioning that the empty prompt lacks, such as a picture's, is kept.
     """
     return {
         name: torch.where(dropped.view(-1, *[1] * (tensor.ndim - 1)), empty[name].to(tensor.dtype), tensor)

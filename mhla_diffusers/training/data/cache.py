@@ -1,356 +1,232 @@
-"""Latents and conditioning on disk: safetensors shards with an index.
+"""Latents and conditioning on disk: a safetensors file per clip, and an index that grows by a line per source file.
 
 ::
 
     folder/
-      index.json                  what made it, one entry per sample, and the SHA-256 of every file and of itself
-      empty.safetensors           conditioning of the empty prompt
-      shard-00000.safetensors     tensors "<key>/latents", "<key>/encoder_hidden_states", …
+      index.jsonl                   what made the latents; then a line per source file or prompt, with its clips
+      empty.safetensors             conditioning of the empty prompt
+      clips/00000000.safetensors    latents, encoder_hidden_states, …
 """
 
+import hashlib
+import json
 import logging
-import signal
-import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import TypeAdapter
+from safetensors.torch import load
 
 from ...errors import check
 from ...families import Sample
-from ...files import check_hash, file_hash, read_checked_json, write_checked_json, write_tensors
-from .clips import Clips
+from ...files import file_hash, write_tensors, write_text
 
 logger = logging.getLogger(__name__)
 
-INDEX_NAME = "index.json"
-FORMAT_VERSION = 4
-BEGINS_WITH_PICTURE = "begins_with_picture"
-"""Setting of a cache for image-to-video by a first frame without noise."""
-_EMPTY_NAME = "empty.safetensors"
-_FLUSH_SECONDS = 60.0
-"""Time after which samples are written; what a killed process loses at most, besides the sample that it is at."""
+INDEX_NAME = "index.jsonl"
+FORMAT_VERSION = 5
+_EMPTY = "empty.safetensors"
+_NO_MADE_WITH = ("format_version", "empty", "shares")
 
 
 @dataclass(frozen=True)
-class CachedSample:
-    """One entry of the index."""
+class CachedClip:
+    """A clip, and the file that holds its tensors."""
 
-    source: str
-    """Source file, or number of the prompt."""
-    caption: str
-    shard: str
-    shape: tuple[int, ...]
-    """Shape of the latents."""
-    key: str
-    """Beginning of the names of its tensors in the shard."""
-    bucket: tuple[int, ...] = ()
+    bucket: tuple[int, ...]
     """Frames, height and width in pixels."""
     start: float = 0.0
-    """Time of its first frame in the source file, in seconds."""
-    origin: str = ""
-    """Its folder among :attr:`CacheIndex.sources`; "" for prompts."""
+    """Time at which it begins in its source file, in seconds."""
+    file: str = ""
+    """Inside the cache; "" before it is encoded."""
+    sha256: str = ""
+    shape: tuple[int, ...] = ()
+    """Shape of the latents."""
 
 
 @dataclass(frozen=True)
-class CachedSource:
-    """A folder of files that a cache was made from."""
+class CachedFile:
+    """A source file or prompt with its clips, or with the reason for none."""
 
-    path: str
-    """As an absolute path."""
-    share: float | None = None
-    """See :class:`~.sources.Source`, as :attr:`repeats`."""
-    repeats: int = 1
+    name: str
+    caption: str
+    content: str = ""
+    """Identifies the file's content and caption."""
+    origin: str = ""
+    """Folder that it is from, as the settings of the data name it; "" for prompts."""
+    problem: str | None = None
+    """Why it has no clips, or not all."""
+    clips: tuple[CachedClip, ...] = ()
 
 
-class CacheIndex:
-    """Content of ``index.json``.
+_LINE = TypeAdapter(CachedFile)
 
-    Args:
-        folder: of the cache.
-        header: what it is made with: ``family``, class and configuration of ``vae`` and ``text_encoder`` as text, the
-            content of all ``weights`` and of ``vae_weights`` and ``text_encoder_weights``, each None where it is
-            unknown, and ``settings`` of the encoding.
+
+def read_index(folder: Path) -> tuple[dict[str, Any], list[CachedFile]]:
+    """Read what made a cache, and its files; a last line that a killed process left unfinished does not count.
+
+    Raises:
+        FileNotFoundError: no cache.
+        ValueError: a damaged index, or one of an earlier version.
     """
-
-    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
-        self.folder, self.header = folder, dict(header)
-        self.samples: list[CachedSample] = []
-        self.skipped: dict[str, str] = {}
-        """Skipped files, and why."""
-        self.contents: dict[str, str] = {}
-        """Source of a sample, or skipped file → what identifies its content and its caption."""
-        self.sources: dict[str, CachedSource] = {}
-        """Folder of files, as the settings name it → where it is, and how often its samples are drawn."""
-        self.unfinished: str | None = None
-        """File that may have more clips than the index lists."""
-        self.hashes: dict[str, str] = {}
-        """File of the cache → SHA-256 of its content."""
-
-    @classmethod
-    def read(cls, folder: Path) -> "CacheIndex":
-        """Read it; raises FileNotFoundError without one, ValueError if it is damaged."""
-        path = folder / INDEX_NAME
-        if not path.is_file():
-            raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
-        try:
-            content = read_checked_json(path)
-            version = content["format_version"]
-            check(version == FORMAT_VERSION, f"format version {version!r} is unknown; known: {FORMAT_VERSION}.")
-            index = cls(folder, content["header"])
-            index.samples = [
-                CachedSample(**{**entry, "shape": tuple(entry["shape"]), "bucket": tuple(entry["bucket"])})
-                for entry in content["samples"]
-            ]
-            index.sources = {name: CachedSource(**values) for name, values in content["sources"].items()}
-            for name in ("skipped", "contents", "hashes", "unfinished"):
-                setattr(index, name, content[name])
-            return index
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a valid index: {error} {_remedy(folder)}") from error
-
-    def write(self) -> None:
-        """Write it whole."""
-        content = {**vars(self), "format_version": FORMAT_VERSION, "folder": None}
-        content["samples"] = [asdict(sample) for sample in self.samples]
-        content["sources"] = {name: asdict(source) for name, source in self.sources.items()}
-        write_checked_json(content, self.folder / INDEX_NAME)
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no latents: {INDEX_NAME} is missing. Make them with mhla encode.")
+    try:
+        first, *lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        header: dict[str, Any] = json.loads(first)
+        version = header["format_version"]
+        check(version == FORMAT_VERSION, f"format version {version!r} is not {FORMAT_VERSION}.")
+        return header, [_LINE.validate_json(line) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error} {_remedy(folder)}") from error
 
 
 def _remedy(folder: Path) -> str:
     return f"Delete {folder} and make it again with mhla encode or mhla synthesize."
 
 
-def _is_same(name: str, made: Any, wanted: Any) -> bool:
-    """Compare what a header says; weights of the Hub are unknown."""
-    return bool(made == wanted or (name.endswith("weights") and None in (made, wanted)))
+def check_made_with(folder: Path, made: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str) -> None:
+    """Raise ValueError unless a cache was made with some values; weights on the Hub, which are None, fit any."""
+    for name, value in wanted.items():
+        is_unknown = name.endswith("weights") and None in (made.get(name), value)
+        check(
+            made.get(name) == value or is_unknown,
+            f"{folder} was made with {name}={made.get(name)!r}, not {value!r}; {remedy}",
+        )
 
 
 class LatentCache:
-    """The samples of a cache, read lazily except for the empty prompt.
+    """The clips of a cache, as training data; each file is compared with its hash when it is read.
 
-    Those of several sources alternate in proportion, so that the last ones, which are held out, are of each.
-
-    Before a file is first read, its content is compared with its hash. Copies in data workers share which files have
-    been checked.
-
-    Args:
-        folder: made by ``mhla encode`` or ``mhla synthesize``.
+    Files of several sources alternate in proportion, so that the last ones, which are held out, are of each.
 
     Raises:
         FileNotFoundError: no cache there, or files are missing.
-        ValueError: a damaged index or empty prompt, or no samples.
+        ValueError: a damaged index or empty prompt, or no clips.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.index = index = CacheIndex.read(self.folder)
-        self.settings: dict[str, Any] = index.header["settings"]
-        """Settings of the encoding: frames, fps and sizes, or steps and guidance of the teacher."""
+        self.header, self.files = read_index(self.folder)
         self.content = file_hash(self.folder / INDEX_NAME)[:16]
-        """Identifies all samples, because the index holds the hash of every file."""
+        """Identifies all clips, because the index holds the hash of every file."""
+        clips = [(file, clip) for file in self.files for clip in file.clips]
         check(
-            bool(index.samples),
-            f"{self.folder} holds no samples: encoding stopped before saving any, or no file could be used. The same "
+            bool(clips),
+            f"{self.folder} holds no clips: encoding stopped before the first, or no file could be used. The same "
             "mhla encode or mhla synthesize command goes on.",
         )
-        self._files = sorted({sample.shard for sample in index.samples} | set(index.hashes))
-        self._is_checked = torch.zeros(len(self._files), dtype=torch.bool).share_memory_()
-        if missing := [name for name in self._files if not (self.folder / name).is_file()]:
+        there = {f"clips/{path.name}" for path in (self.folder / "clips").glob("*.safetensors")}
+        if missing := [clip.file for _, clip in clips if clip.file not in there]:
             raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {_remedy(self.folder)}")
-        counts, seen = Counter(sample.origin for sample in index.samples), Counter[str]()
-        places = []
-        for sample in index.samples:
-            places.append((seen[sample.origin] + 0.5) / counts[sample.origin])
-            seen[sample.origin] += 1
-        self.samples = [index.samples[place] for place in sorted(range(len(places)), key=places.__getitem__)]
-        self.shapes: Sequence[tuple[int, ...]] = [sample.shape for sample in self.samples]
-        weights = _weights(index.sources, counts)
-        self.weights: Sequence[float] | None = [weights.get(sample.origin, 1.0) for sample in self.samples]
-        self.empty: Sample | None = self._read(_EMPTY_NAME) if _EMPTY_NAME in self._files else None
+        counts, places, seen = Counter(file.origin for file, _ in clips), [], Counter[str]()
+        for file, _ in clips:
+            places.append((seen[file.origin] + 0.5) / counts[file.origin])
+            seen[file.origin] += 1
+        self.clips = [clips[index] for index in sorted(range(len(clips)), key=places.__getitem__)]
+        self.shapes: Sequence[tuple[int, ...]] = [clip.shape for _, clip in self.clips]
+        shares = {name: share / counts[name] for name, share in self.header["shares"].items() if counts[name]}
+        self.weights: Sequence[float] | None = [
+            shares[file.origin] / min(shares.values()) if shares else 1.0 for file, _ in self.clips
+        ]
+        self.empty: Sample | None = self._read(_EMPTY, self.header["empty"])
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.clips)
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample; ValueError if its shard is damaged."""
-        return self.read(self.samples[index])
+        """One clip's tensors; ValueError if its file is damaged."""
+        _, clip = self.clips[index]
+        return self._read(clip.file, clip.sha256)
 
-    def read(self, sample: CachedSample) -> Sample:
-        """Read a sample of the index; ValueError if its shard is damaged."""
-        return self._read(sample.shard, f"{sample.key}/")
-
-    def _read(self, name: str, prefix: str = "") -> Sample:
-        """Read the tensors of a file whose names begin with a prefix, by their names without it."""
-        file, place = self.folder / name, self._files.index(name)
-        try:
-            if not self._is_checked[place]:
-                check_hash(file, self.index.hashes.get(name, ""), INDEX_NAME)
-                self._is_checked[place] = True
-            with safe_open(file, framework="pt") as tensors:
-                keys = [key for key in tensors.keys() if key.startswith(prefix)]  # noqa: SIM118 - no mapping
-                return {key.removeprefix(prefix): tensors.get_tensor(key) for key in keys}
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}. {_remedy(self.folder)}") from error
-        except ValueError as error:
-            raise ValueError(f"{error} {_remedy(self.folder)}") from error
-
-    def check_made_for(self, model: str, header: Mapping[str, Any], with_picture: bool | None = None) -> None:
-        """Raise ValueError unless the cache was made for a model.
-
-        Args:
-            model: its name, for messages.
-            header: family, autoencoder and text encoder of the model, and the content of their weights.
-            with_picture: whether videos begin with a picture in its pipeline; None if that is not known.
-        """
-        for what in ("family", "vae", "text_encoder", "vae_weights", "text_encoder_weights"):
-            made, wanted = self.index.header.get(what), header[what]
-            check(
-                _is_same(what, made, wanted),
-                f"The cache {self.folder} was made with {what}={made!r}, but {model} has {wanted!r}. Encode the data "
-                f"again with mhla encode --model {model}.",
-            )
-        picture = bool(self.settings.get(BEGINS_WITH_PICTURE))
-        kinds = ("text-to-video", "image-to-video")
+    def _read(self, name: str, sha256: str) -> Sample:
+        content = (self.folder / name).read_bytes()
         check(
-            with_picture in (None, picture),
-            f"The cache {self.folder} holds samples for {kinds[picture]}, but {model} is a pipeline for "
-            f"{kinds[not picture]}. Encode the data with mhla encode --model {model} into another folder, or name the "
-            f"pipeline for {kinds[picture]} as the model.",
+            hashlib.sha256(content).hexdigest() == sha256,
+            f"{self.folder / name} is damaged or was changed: its SHA-256 is not the one in {INDEX_NAME}. "
+            f"{_remedy(self.folder)}",
         )
-
-    def check_cut_as(self, clips: Clips) -> None:
-        """Raise ValueError unless the cache holds clips that are cut so, with sizes for the model."""
-        for name, wanted in clips.settings().items():
-            made = self.settings.get(name, wanted)  # generated latents have no rate, and no rule of cutting
-            fits = made == wanted or (name == "fps" and clips.lengths == (1,))
-            if name == "sizes":
-                fits = all(size in wanted for size in made)
-            check(
-                fits,
-                f"The cache {self.folder} was made with {name}={made}, but the configuration has clip.{name}={wanted}. "
-                "Encode the data again, or leave clip out to train on the cache as it is.",
-            )
-
-
-def _weights(sources: Mapping[str, CachedSource], counts: Mapping[str, int]) -> dict[str, float]:
-    """Return how often each sample of a source is drawn in an epoch: the least often drawn once."""
-    shares = {name: source.share / counts[name] for name, source in sources.items() if source.share and counts[name]}
-    repeats = {name: float(source.repeats) for name, source in sources.items()}
-    return repeats | {name: share / min(shares.values()) for name, share in shares.items()}
+        return load(content)
 
 
 class CacheWriter:
-    """Adds samples to a cache. A shard counts once the index lists it, so a killed writer leaves a valid cache.
-
-    Samples are written once they fill a shard, after a minute, and at the end of a ``with`` of the writer, also if an
-    error ends it, Ctrl-C, or SIGTERM, which exits with 143.
+    """Makes a cache, or goes on with one; what a killed process loses is the file that it was at.
 
     Args:
         folder: created, or continued.
-        header: model and settings of the cache, see :class:`CacheIndex`.
-        shard_bytes: size at which a shard is written.
+        made_with: model and settings.
+        contents: name of every source file → what identifies its content. Other files of the cache, and those whose
+            content has changed, are removed from it.
+        empty: conditioning of the empty prompt.
+        shares: source → its share of an epoch, or nothing.
 
     Raises:
-        ValueError: if the folder holds samples made with another header.
+        ValueError: the folder holds clips of another model, of other settings, or of other files alone.
     """
 
-    def __init__(self, folder: str | Path, header: Mapping[str, Any], shard_bytes: int = 256 * 2**20) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.index = CacheIndex(self.folder, header)
-        if (self.folder / INDEX_NAME).is_file():
-            index = CacheIndex.read(self.folder)
-            if index.samples:  # an attempt that made none binds nobody
-                self.index = index
-            there, here = ({**one, **one["settings"], "settings": None} for one in (self.index.header, header))
-            for name in here | there:  # a setting may be in one of them alone
-                made, wanted = there.get(name), here.get(name)
-                check(
-                    _is_same(name, made, wanted),
-                    f"{folder} was made with {name}={made!r}, not {wanted!r}; choose another folder.",
-                )
-        self._shard_bytes, self._flushed = shard_bytes, time.monotonic()
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._entries: list[CachedSample] = []
-        self._at_end = ExitStack()
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # others cannot set a handler
-            before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-            self._at_end.callback(signal.signal, signal.SIGTERM, before)
-        self._at_end.callback(self.flush)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._at_end.close()
-        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C or SIGTERM
-            count = len(self.index.samples)
-            logger.warning("Stopped; %s keeps %d samples, and the same command goes on.", self.folder, count)
-
-    def set_empty(self, sample: Sample) -> None:
-        """Store the conditioning of the empty prompt, unless an earlier call did."""
-        file = self.folder / _EMPTY_NAME
-        if not file.is_file() or file_hash(file) != self.index.hashes.get(_EMPTY_NAME):
-            write_tensors({name: tensor.contiguous() for name, tensor in sample.items()}, file)
-            self.index.hashes[_EMPTY_NAME] = file_hash(file)
-            self.index.write()  # so that a folder whose encoding is killed before its first shard is known as one
-
-    def drop(self, sources: Collection[str]) -> None:
-        """Forget samples and skipped files; their shards are removed once no sample is left in them."""
-        self.index.samples = [sample for sample in self.index.samples if sample.source not in sources]
-        for source in sources:
-            self.index.skipped.pop(source, None)
-            self.index.contents.pop(source, None)
-        if self.index.unfinished in sources:
-            self.index.unfinished = None
-
-    def skip(self, source: str, reason: str, content: str) -> None:
-        """Note why a file makes no sample."""
-        self.index.skipped[source], self.index.contents[source] = reason, content
-
-    def add(
+    def __init__(
         self,
-        source: str,
-        caption: str,
-        sample: Sample,
-        content: str = "",
-        *,
-        bucket: tuple[int, ...] = (),
-        start: float = 0.0,
-        origin: str = "",
+        folder: str | Path,
+        made_with: Mapping[str, Any],
+        contents: Mapping[str, str],
+        empty: Sample,
+        shares: Mapping[str, float],
     ) -> None:
-        """Add one sample; ``content`` identifies what it was made of."""
-        key = str(len(self._entries))
-        self._tensors |= {f"{key}/{name}": tensor.cpu().contiguous() for name, tensor in sample.items()}
-        shards = sorted(self.index.hashes.keys() - {_EMPTY_NAME})
-        shard = f"shard-{int(shards[-1][6:11]) + 1 if shards else 0:05d}.safetensors"
-        shape = tuple(sample["latents"].shape)
-        self._entries.append(CachedSample(source, caption, shard, shape, key, bucket, start, origin))
-        self.index.contents[source] = content
-        is_full = sum(tensor.nbytes for tensor in self._tensors.values()) >= self._shard_bytes
-        if is_full or time.monotonic() - self._flushed >= _FLUSH_SECONDS:
-            self.flush()
+        self.folder, self.files = Path(folder), list[CachedFile]()
+        header: dict[str, Any] = {**made_with, "format_version": FORMAT_VERSION, "shares": dict(shares)}
+        if (self.folder / INDEX_NAME).is_file():
+            before, files = read_index(self.folder)
+            if any(file.clips for file in files):  # an attempt that made none binds nobody
+                made = {name: value for name, value in before.items() if name not in _NO_MADE_WITH}
+                wanted = {**dict.fromkeys(made), **made_with}
+                check_made_with(self.folder, made, wanted, "choose another folder.")
+                self._keep(files, contents)
+                header["empty"] = before["empty"]
+        if not (self.folder / _EMPTY).is_file() or file_hash(self.folder / _EMPTY) != header.get("empty"):
+            write_tensors(_contiguous(empty), self.folder / _EMPTY)
+            header["empty"] = file_hash(self.folder / _EMPTY)
+        lines = [json.dumps(header), *(_LINE.dump_json(file).decode() for file in self.files)]
+        write_text("".join(f"{line}\n" for line in lines), self.folder / INDEX_NAME)
+        used = {clip.file for file in self.files for clip in file.clips}
+        for path in (self.folder / "clips").glob("*.safetensors"):
+            if f"clips/{path.name}" not in used:
+                path.unlink()
+        self._next = 1 + max((int(Path(file).stem) for file in used), default=-1)
 
-    def flush(self) -> None:
-        """Write a shard of the samples added since the last one, then the index; remove shards without samples."""
-        if self._entries:
-            name = self._entries[0].shard
-            write_tensors(self._tensors, self.folder / name)
-            self.index.hashes[name] = file_hash(self.folder / name)
-            # without a call in between, so that no signal comes there
-            self.index.samples, self._tensors, self._entries = [*self.index.samples, *self._entries], {}, []
-        unused = self.index.hashes.keys() - {sample.shard for sample in self.index.samples} - {_EMPTY_NAME}
-        for name in unused:
-            del self.index.hashes[name]
-        self.index.write()
-        self._flushed = time.monotonic()
-        for name in unused:
-            (self.folder / name).unlink(missing_ok=True)
+    def _keep(self, files: Iterable[CachedFile], contents: Mapping[str, str]) -> None:
+        known = {file.name: file for file in files}
+        gone = sorted(known.keys() - contents.keys())
+        changed = sorted(name for name in known.keys() & contents.keys() if known[name].content != contents[name])
+        check(
+            len(gone) < len(known),
+            f"{self.folder} holds latents of other files or prompts, such as {gone[:1]}; choose another folder.",
+        )
+        for names, what in (
+            (changed, "have changed and are encoded again"),
+            (gone, "are gone, and so are their clips"),
+        ):
+            if names:
+                logger.warning("%d files or captions %s, such as %s.", len(names), what, names[0])
+        self.files = [file for name, file in known.items() if name not in {*gone, *changed}]
+
+    def write(self, sample: Sample, bucket: tuple[int, ...], start: float = 0.0) -> CachedClip:
+        """Write the tensors of a clip, which counts once :meth:`add` has its file."""
+        name = f"clips/{self._next:08d}.safetensors"
+        self._next += 1
+        write_tensors(_contiguous(sample), self.folder / name)
+        sha256 = file_hash(self.folder / name)
+        return CachedClip(bucket, start, name, sha256, tuple(sample["latents"].shape))
+
+    def add(self, file: CachedFile) -> None:
+        """Append a file to the index."""
+        self.files.append(file)
+        with (self.folder / INDEX_NAME).open("ab") as index:
+            index.write(_LINE.dump_json(file) + b"\n")
+
+
+def _contiguous(sample: Sample) -> Sample:
+    return {name: tensor.cpu().contiguous() for name, tensor in sample.items()}

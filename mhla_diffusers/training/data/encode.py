@@ -9,16 +9,16 @@ import torch
 from pydantic import Field
 
 from ...errors import check
-from ...families import Family, Sample, trained_family
-from ...files import fingerprint, folder_for_results, weights_of
+from ...families import Family, Sample
+from ...files import folder_for_results, weights_of
 from ...generation.noise import generator_for
-from ...generation.pipelines import component_identity, usual_clip
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import Number, PositiveInteger, check_value
-from .cache import BEGINS_WITH_PICTURE, CachedSource, CacheIndex, CacheWriter
+from .cache import CachedClip, CachedFile, CacheWriter, LatentCache
 from .clips import Clips
 from .media import Media, contents_of, read_ahead
+from .model import DataModel
 from .sources import read_sources
 
 logger = logging.getLogger(__name__)
@@ -26,81 +26,67 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def encode_folder(
-    pipe: Any, model: str, source: str | Path, output: str | Path, clips: Clips | None = None, workers: int = 1
-) -> CacheIndex:
-    """Encode videos or images with captions into a cache; resumes an earlier call.
+    pipe: Any, model: str, source: str | Path, output: str | Path, clips: Clips | None = None
+) -> list[CachedFile]:
+    """Encode videos or images with captions into a cache, and return its files; goes on with an earlier call.
 
-    Unreadable files are skipped; the index lists them with reasons. A file that has changed since the earlier call, or
-    whose caption has, is encoded again, and samples of files that are not there any more are removed. Shares and
-    repeats of sources may change.
+    Unreadable files are left out, with the reason in the index. Changed files and captions are encoded again, and
+    clips of files that are gone are removed. Shares of sources may change.
 
     Args:
-        pipe: the pipeline whose autoencoder and text encoder are used.
-        model: Hub id or folder that the pipeline came from.
+        pipe: the model's pipeline, whose autoencoder and text encoder are used.
+        model: Hub id or folder that it came from.
         source: see :func:`~.media.find_media`, or a YAML file of :class:`~.sources.Sources`.
         output: folder of the cache.
         clips: what to cut out of every file; None for what the YAML file says, or the model's own clip.
-        workers: threads that read files.
 
     Raises:
         FileNotFoundError: nothing to encode.
-        ValueError: missing captions, or ones that are not a class of the DiT; sizes that the model cannot take; a cache
-            made with other settings; latents that are not finite; or no readable file.
+        ValueError: captions that are not a class of the DiT; sizes that the model cannot take; a cache made with other
+            settings; latents that are not finite; or no readable file.
         OSError: the folder cannot be written, or another run has it.
     """
-    family = trained_family(pipe.transformer)
-    sources = read_sources(source)
-    clips = _fitted(clips or sources.clip, model, family, pipe)
-    media = sources.media()
-    sources.check_captions(media)
-    _check_captions(family, pipe, media)
-    settings = clips.settings()
-    # one transformer may be that of text-to-video too, whose samples differ
-    if family.calling.begins_with_picture(pipe, pipe.transformer.config):
-        settings[BEGINS_WITH_PICTURE] = True
+    data, sources = DataModel(model), read_sources(source)
+    clips, media = data.fitted(clips or sources.clip), sources.media()
+    usable = [item for item in media if item.problem is None]
+    data.check_captions(item.caption for item in usable)
+    _warn_of_cut_captions(data.family, pipe, usable)
+    made_with = data.header({**clips.to_dict(), "frames": list(clips.lengths)})
     contents = contents_of(media)
     with folder_for_results(Path(output)):
-        writer, left = _writer(pipe, model, family, output, settings, contents)
-        index, kept = writer.index, len(writer.index.samples)
-        index.sources = {
-            one.path: CachedSource(str(Path(one.path).absolute()), one.share, one.repeats) for one in sources.sources
-        }
-        media_left = [item for item in media if item.name in left]
-        slow, small = set[str](), set[str]()
-        shown = {"total": len(media), "initial": len(media) - len(media_left), "desc": "encode"}
-        with writer:
-            for item, found in progress(read_ahead(media_left, clips, workers), **shown):
-                name, there = item.name, set()
-                if name == index.unfinished:
-                    there = {(one.start, one.bucket[0]) for one in index.samples if one.source == name}
-                index.unfinished = name
-                for clip in found:
-                    if isinstance(clip, str):
-                        writer.skip(name, clip, contents[name])
-                        continue
-                    slow |= {name} if clip.bucket[0] > 1 and 0 < clip.fps < 0.9 * clips.fps else set()
-                    small |= {name} if clip.scale > 1 else set()
-                    if (clip.start, clip.bucket[0]) not in there:
-                        sample = _encoded(pipe, family, clip.pixels, item.caption)
-                        _check_finite(sample["latents"], model, name, "use another precision, or leave the file out")
-                        place: dict[str, Any] = {"bucket": clip.bucket, "start": clip.start, "origin": item.origin}
-                        writer.add(name, item.caption, sample, contents[name], **place)
-                index.unfinished = None
-    for names, what in (
-        (slow, "fewer frames per second than fps, so that some are repeated; ask for fewer, or leave these files out"),
-        (small, "fewer pixels than their size, and are enlarged; ask for a smaller size, or leave out upscale"),
-    ):
-        if names:
-            logger.warning("%d of %d files have %s.", len(names), len(media_left), what)
-    if not index.samples:
-        reasons = "\n".join(f"{name}: {reason}" for name, reason in list(index.skipped.items())[:5])
+        empty = _on_cpu(data.family.training.encode_prompt(pipe, ""))
+        writer = CacheWriter(output, made_with, contents, empty, sources.shares)
+        kept = {file.name for file in writer.files}
+        left = [item for item in media if item.name not in kept]
+        encoded: list[CachedClip] = []
+        problem, slow = None, set[str]()
+        with progress(total=len(media), initial=len(kept), desc="encode") as bar:
+            for item, clip in read_ahead(left, clips):
+                if isinstance(clip, str):
+                    problem = clip
+                elif clip is not None:
+                    sample = _encoded(pipe, data.family, clip.pixels, item.caption)
+                    _check_finite(sample["latents"], model, item.name, "use another precision, or leave the file out")
+                    encoded.append(writer.write(sample, clip.bucket, clip.start))
+                    slow |= {item.name} if clip.bucket[0] > 1 and 0 < clip.fps < 0.9 * clips.fps else set()
+                else:
+                    content = contents[item.name]
+                    writer.add(CachedFile(item.name, item.caption, content, item.origin, problem, tuple(encoded)))
+                    encoded, problem = [], None
+                    bar.update()
+    if slow:
+        logger.warning(
+            "%d of %d files have fewer frames per second than fps, so that some are repeated; ask for fewer, or leave "
+            "these files out.",
+            *(len(slow), len(left)),
+        )
+    if not any(file.clips for file in writer.files):
+        reasons = "\n".join(f"{file.name}: {file.problem}" for file in writer.files[:5])
         raise ValueError(f"None of the {len(media)} files in {source} could be encoded, such as\n{reasons}")
-    before = f"; {kept} were there" if kept else ""
-    logger.info("%d samples encoded, %d files skipped%s.", len(index.samples) - kept, len(index.skipped), before)
-    return index
+    return writer.files
 
 
-def _encoded(pipe: Any, family: Family, pixels: torch.Tensor, caption: str) -> dict[str, torch.Tensor]:
+def _encoded(pipe: Any, family: Family, pixels: torch.Tensor, caption: str) -> Sample:
     """Encode a clip, uint8 (3, F, H, W), and its caption."""
     given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
     latents = family.training.encode_pixels(pipe, given)[0]
@@ -120,11 +106,11 @@ def synthesize(
     steps: int = 50,
     guidance: float = 5.0,
     seed: int = 0,
-) -> CacheIndex:
-    """Make a cache of latents that the unpatched pipeline generates; resumes an earlier call.
+) -> LatentCache:
+    """Make a cache of latents that the unpatched pipeline generates, and return it; goes on with an earlier call.
 
     Args:
-        pipe: unpatched pipeline.
+        pipe: the model's pipeline, unpatched.
         model: Hub id or folder that it came from.
         prompts: one sample each; classes for DiT.
         output: folder of the cache.
@@ -149,96 +135,53 @@ def synthesize(
         bool(prompts) and not empty,
         f"Prompts must not be missing or empty; empty: number {', '.join(empty) or 'none given'}.",
     )
-    family = trained_family(pipe.transformer)
-    names = [f"{number}: {prompt}" for number, prompt in enumerate(prompts)]
-    _check_captions(family, pipe, [Media(Path(), name, prompt) for name, prompt in zip(names, prompts, strict=True)])
-    clips = _fitted(clips, model, family, pipe)
+    data = DataModel(model)
+    data.check_captions(prompts)
+    clips, training = data.fitted(clips), data.family.training
     check(
         len(clips.sizes) == 1 and len(clips.lengths) == 1,
         f"frames={clips.frames} and sizes={clips.sizes}: synthesized samples of one folder have one length and size; "
         "synthesize others into other folders.",
     )
-    clip = clips.longest(usual_clip(model, family))
-    settings = {"frames": list(clips.lengths), "sizes": [list(clip.sizes[0])], "steps": steps}
-    settings |= {"guidance": guidance, "seed": seed}
+    clip = clips.longest(data.usual)
+    settings = {"frames": list(clips.lengths), "sizes": [list(clip.sizes[0])], "steps": steps, "guidance": guidance}
+    made_with = data.header({**settings, "seed": seed, "weights": weights_of(Path(model))})
+    names = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}
     with folder_for_results(Path(output)):
-        writer, missing = _writer(pipe, model, family, output, settings, dict.fromkeys(names, ""))
-        left = [(number, name) for number, name in enumerate(names) if name in missing]
+        writer = CacheWriter(output, made_with, names, _on_cpu(training.encode_prompt(pipe, "")), {})
         pipe.set_progress_bar_config(disable=True)
-        with writer:
-            shown = {"total": len(names), "initial": len(names) - len(left), "desc": "synthesize"}
-            for number, name in progress(left, **shown):
-                prompt, generator = prompts[number], generator_for(seed, "synthesize", number)
-                latents = family.training.generate_latents(pipe, prompt, clip, steps, guidance, generator)
-                remedy = "use another precision, fewer or more steps, or another guidance"
-                _check_finite(latents, model, prompt, remedy)
-                sample = {"latents": latents, **family.training.encode_prompt(pipe, prompt)}
-                writer.add(name, prompt, _on_cpu(sample), bucket=(clip.frames, *clip.sizes[0]))
-    return writer.index
+        kept = {file.name for file in writer.files}
+        left = [(number, name) for number, name in enumerate(names) if name not in kept]
+        for number, name in progress(left, total=len(names), initial=len(kept), desc="synthesize"):
+            prompt, generator = prompts[number], generator_for(seed, "synthesize", number)
+            latents = training.generate_latents(pipe, prompt, clip, steps, guidance, generator)
+            remedy = "use another precision, fewer or more steps, or another guidance"
+            _check_finite(latents, model, prompt, remedy)
+            sample = _on_cpu({"latents": latents, **training.encode_prompt(pipe, prompt)})
+            encoded = writer.write(sample, (clip.frames, *clip.sizes[0]))
+            writer.add(CachedFile(name, prompt, clips=(encoded,)))
+    return LatentCache(output)
 
 
-def model_header(model: str, family: Family) -> dict[str, Any]:
-    """Make the header of a cache for a model, without settings; loads none of its weights."""
-    names = ("vae", "text_encoder")
-    parts = {name: component_identity(model, name) for name in names}
-    parts_weights = {f"{name}_weights": weights_of(Path(model, name)) for name in names}
-    return {"family": family.name, **parts, **parts_weights, "weights": fingerprint(Path(model)), "settings": {}}
-
-
-def _writer(
-    pipe: Any, model: str, family: Family, output: str | Path, settings: dict[str, Any], contents: dict[str, str]
-) -> tuple[CacheWriter, set[str]]:
-    """Open a cache, without samples of other sources than these, and return it with the sources that it lacks."""
-    writer = CacheWriter(output, {**model_header(model, family), "settings": settings})
-    writer.set_empty(_on_cpu(family.training.encode_prompt(pipe, "")))
-    known = writer.index.contents
-    changed = sorted(name for name in contents.keys() & known.keys() if contents[name] != known[name])
-    cached = {sample.source for sample in writer.index.samples}
-    gone = sorted(cached - contents.keys())
-    check(
-        not gone or len(gone) < len(cached),
-        f"{output} holds latents of other files or prompts, such as {gone[:1]}; choose another folder.",
-    )
-    for names, what in ((changed, "have changed and are encoded again"), (gone, "are gone, and so are their samples")):
-        if names:
-            logger.warning("%d files or captions %s, such as %s.", len(names), what, names[0])
-    missing = {name for name in contents if name not in known or name == writer.index.unfinished} | set(changed)
-    writer.drop({*changed, *gone, *(known.keys() - contents.keys())})
-    return writer, missing
-
-
-def _fitted(clips: Clips | None, model: str, family: Family, pipe: Any) -> Clips:
-    """Return clips, or the model's own, with sizes for its pipeline; ValueError for frames or sizes it cannot take."""
-    usual = usual_clip(model, family)
-    begins_with_picture = family.calling.begins_with_picture(pipe, pipe.transformer.config)
-    return (clips or Clips.of(usual)).fitted(family, pipe.transformer, pipe.vae.config, begins_with_picture, usual)
-
-
-def _check_captions(family: Family, pipe: Any, media: Sequence[Media]) -> None:
-    """Raise ValueError for captions that the model does not take, and warn of those that it cuts."""
-    usable = [item for item in media if item.problem is None]
-    for item in usable:
-        try:
-            family.calling.check_prompt(pipe, item.caption)
-        except ValueError as error:
-            raise ValueError(f"The caption of {item.name} cannot be used: {error}") from error
+def _warn_of_cut_captions(family: Family, pipe: Any, media: Sequence[Media]) -> None:
     conditions, tokenizer = family.inputs.conditions_of(pipe.transformer.config), getattr(pipe, "tokenizer", None)
-    if tokenizer is not None and conditions:
-        usual = conditions[0].sizes(pipe.transformer.config)[0]
-        limit = int(family.training.text_settings.get("max_sequence_length", usual))
-        long = [item.name for item in usable if len(tokenizer(item.caption).input_ids) > limit]
-        if long:
-            logger.warning(
-                "%d captions have more than the %d tokens that the model takes and are cut, such as that of %s.",
-                *(len(long), limit, long[0]),
-            )
+    if tokenizer is None or not conditions:
+        return
+    usual = conditions[0].sizes(pipe.transformer.config)[0]
+    limit = int(family.training.text_settings.get("max_sequence_length", usual))
+    long = [item.name for item in media if len(tokenizer(item.caption).input_ids) > limit]
+    if long:
+        logger.warning(
+            "%d captions have more than the %d tokens that the model takes and are cut, such as that of %s.",
+            *(len(long), limit, long[0]),
+        )
 
 
 def _check_finite(latents: torch.Tensor, model: str, of: str, remedy: str) -> None:
     check(bool(latents.isfinite().all()), f"{model} makes latents that are not finite for {of!r}; {remedy}.")
 
 
-def _on_cpu(sample: Sample) -> dict[str, torch.Tensor]:
+def _on_cpu(sample: Sample) -> Sample:
     """Move a sample, latents in float32, conditioning in bfloat16, the text encoders' type, to halve the cache."""
     types = {name: torch.float32 if name == "latents" else torch.bfloat16 for name in sample}
     return {name: (x.to(types[name]) if x.is_floating_point() else x).cpu() for name, x in sample.items()}

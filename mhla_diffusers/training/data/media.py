@@ -3,10 +3,9 @@
 import hashlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,10 +59,8 @@ class ClipRead:
 
     pixels: torch.Tensor
     """uint8 (3, frames, height, width)."""
-    start: float
+    start: float = 0.0
     """Time at which it begins in the video, in seconds from the first frame."""
-    scale: float
-    """Factor by which the file was scaled; above 1 it was enlarged."""
     fps: float = 0.0
     """Frames per second of the file; 0 for images, and where a video does not say."""
 
@@ -122,10 +119,7 @@ def _metadata(folder: Path) -> dict[str, str] | None:
         return None
     check(len(found) == 1, f"{folder} holds metadata.jsonl and metadata.csv; remove one of them.")
     (file,) = found
-    rows: Sequence[Any] = ()
-    if read_text(file).strip():
-        rows = read_csv(file) if file.suffix == ".csv" else read_json_lines(file)
-    check(bool(rows), f"{file} is empty; it needs a row with file_name and text for every file, or remove it.")
+    rows: Sequence[Any] = read_csv(file) if file.suffix == ".csv" else read_json_lines(file)
     captions: dict[str, str] = {}
     for number, row in enumerate(rows, start=1):
         key = next((key for key in CAPTION_KEYS if isinstance(row, dict) and key in row), None)
@@ -141,105 +135,89 @@ def _metadata(folder: Path) -> dict[str, str] | None:
     return captions
 
 
-def read_clips(media: Media, clips: Clips) -> Iterator[ClipRead]:
-    """Yield the clips of a video, or a picture, resized to cover the size and center-cropped.
+def read_clips(media: Media, clips: Clips) -> Iterator[ClipRead | str]:
+    """Yield the clips of a video, or a picture, and at the end why the file, or its rest, cannot be used, if so.
 
-    Holds no more frames than the longest clip has.
-
-    Args:
-        media: which.
-        clips: frames, rate and sizes; their sizes are not "auto".
-
-    Raises:
-        UnreadableMediaError: with the reason, also after some clips.
-        ImportError: a video, but PyAV is missing.
+    They are resized to cover the size and center-cropped. Holds no more frames than the longest clip has.
     """
-    if media.path.stat().st_size == 0:
-        raise UnreadableMediaError("the file is empty")
-    if media.path.suffix.lower() not in IMAGE_SUFFIXES:
-        yield from _read_video(media.path, clips)
-        return
-    picture = read_picture(media.path)
-    if (count := getattr(Image.open(media.path), "n_frames", 1)) > 1:
-        raise UnreadableMediaError(f"an animated image of {count} frames; convert it to a video, such as MP4")
-    if 1 not in clips.lengths:
-        raise UnreadableMediaError(f"an image has no {clips.lengths[0]} frames")
-    (height, width), scale = _size_of((picture.height, picture.width), clips)
-    fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
-    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-    yield ClipRead(pixels.view(height, width, 3).permute(2, 0, 1)[:, None], 0.0, scale)
-
-
-def try_read(clips: Clips, media: Media) -> Iterator[ClipRead | str]:
-    """Yield what :func:`read_clips` does, and why the file, or its rest, cannot be used in place of an error."""
     if media.problem is not None:
         yield media.problem
         return
     count = 0
     try:
-        for clip in read_clips(media, clips):
+        for clip in _read(media.path, clips):
             yield clip
             count += 1
     except (UnreadableMediaError, OSError) as error:
         yield f"after {count} clips: {error}" if count else str(error)
 
 
-def read_ahead(media: Sequence[Media], clips: Clips, workers: int) -> Iterator[tuple[Media, Iterator[ClipRead | str]]]:
-    """Yield each file, in order, with what :func:`try_read` yields of it, read by threads, a clip ahead.
+def read_ahead(media: Sequence[Media], clips: Clips) -> Iterator[tuple[Media, ClipRead | str | None]]:
+    """Yield each file with what :func:`read_clips` yields of it, and then with None; a thread reads one clip ahead."""
 
-    Take all of a file before the next one.
-    """
+    def read() -> Iterator[tuple[Media, ClipRead | str | None]]:
+        for item in media:
+            yield from ((item, clip) for clip in read_clips(item, clips))
+            yield item, None
 
-    def clips_of(part: Sequence[Media]) -> Iterator[ClipRead | str | None]:
-        for item in part:
-            yield from try_read(clips, item)
-            yield None
-
-    workers = max(1, workers)
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        streams = [clips_of(media[first::workers]) for first in range(workers)]
-        ahead = [pool.submit(next, stream, None) for stream in streams]
-
-        def take(place: int) -> ClipRead | str | None:
-            found = ahead[place].result()
-            ahead[place] = pool.submit(next, streams[place], None)
-            return found
-
-        for number, item in enumerate(media):
-            yield item, iter(partial(take, number % workers), None)
+    found = read()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        ahead = pool.submit(next, found, None)
+        while (read_one := ahead.result()) is not None:
+            ahead = pool.submit(next, found, None)
+            yield read_one
 
 
-def _size_of(shape: tuple[int, int], clips: Clips) -> tuple[tuple[int, int], float]:
-    """Return the size that a file of a shape is cut to, and the factor by which it is scaled to cover that."""
+def _read(file: Path, clips: Clips) -> Iterator[ClipRead]:
+    """Yield clips; UnreadableMediaError with the reason where that fails."""
+    if file.stat().st_size == 0:
+        raise UnreadableMediaError("the file is empty")
+    if file.suffix.lower() not in IMAGE_SUFFIXES:
+        yield from _read_video(file, clips)
+        return
+    picture = read_picture(file)
+    if (count := getattr(Image.open(file), "n_frames", 1)) > 1:
+        raise UnreadableMediaError(f"an animated image of {count} frames; convert it to a video, such as MP4")
+    if 1 not in clips.lengths:
+        raise UnreadableMediaError(f"an image has no {clips.lengths[0]} frames")
+    height, width = _size_of((picture.height, picture.width), clips)
+    fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
+    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
+    yield ClipRead(pixels.view(height, width, 3).permute(2, 0, 1)[:, None])
+
+
+def _size_of(shape: tuple[int, int], clips: Clips) -> tuple[int, int]:
+    """Return the size that a file of a shape is cut to."""
     size = clips.size_for(*shape)
     scale = max(size[0] / shape[0], size[1] / shape[1])
     if scale > 1 and not clips.upscale:
         raise UnreadableMediaError(f"too small: {times(shape)} would be enlarged {scale:.3g} times to {times(size)}")
-    return size, scale
+    return size
 
 
 def _read_video(file: Path, clips: Clips) -> Iterator[ClipRead]:
     """Join the frames nearest to 0, 1 / fps, 2 / fps, … seconds to clips."""
-    lengths, total = clips.lengths, _count_frames(file, clips.fps) if clips.extract == "uniform" else 0
-    starts = {length: clips.starts(length, total) for length in lengths}
+    lengths, starts = clips.lengths, clips.starts
     number, is_found = -1, False
-    begun: list[tuple[int, int]] = []  # first frame and length of clips that lack frames
+    begun: list[int] = []  # first frames of clips that lack frames
     window: dict[int, torch.Tensor] = {}
     with opened_video(file) as (container, stream):
+        stream.thread_type = "AUTO"
         for number, frame in enumerate(frames_at(container.decode(stream), clips.fps)):
             if number == 0:
-                size, scale = _size_of(shown_shape(frame, stream), clips)
+                size = _size_of(shown_shape(frame, stream), clips)
                 rate = float(stream.average_rate or 0)
-            begun += [(number, length) for length in lengths if number in starts[length]]
+            if number in starts:
+                begun.append(number)
             if begun:
                 window[number] = _fit_frame(frame, stream, size)
-            for first, length in [clip for clip in begun if sum(clip) == number + 1]:
+            for first in [first for first in begun if number + 1 - first in lengths]:
                 is_found = True
-                begun.remove((first, length))
                 pixels = torch.stack([window[place] for place in range(first, number + 1)], dim=1)
-                yield ClipRead(pixels, first / clips.fps, scale, rate)
-            window = {place: window[place] for place in window if begun and place >= min(begun)[0]}
-            if not begun and not any(_has_later(starts[length], number) for length in lengths):
+                yield ClipRead(pixels, first / clips.fps, rate)
+            begun = [first for first in begun if number + 1 - first < lengths[-1]]
+            window = {place: window[place] for place in window if begun and place >= begun[0]}
+            if not begun and starts[-1] <= number:
                 return
     if not is_found:
         raise UnreadableMediaError(
@@ -248,12 +226,7 @@ def _read_video(file: Path, clips: Clips) -> Iterator[ClipRead]:
 
 
 def frames_at(frames: Iterable[Any], fps: float) -> Iterator[Any]:
-    """Yield the frames nearest to 0, 1 / fps, 2 / fps, … seconds after the first, until half a frame after the last.
-
-    Args:
-        frames: of PyAV, in order.
-        fps: frames per second to yield.
-    """
+    """Yield the frames of PyAV nearest to 0, 1 / fps, 2 / fps, … seconds after the first, until the last one ends."""
     number, gap = 0, 0.0
     timed = ((frame.time, frame) for frame in frames if frame.time is not None)
     first: float | None = None
@@ -274,20 +247,6 @@ def _with_end(timed: Iterable[tuple[float, Any]]) -> Iterator[tuple[Any, Any]]:
             before = time
             yield time, frame
     yield None, None
-
-
-def _has_later(starts: Collection[int], number: int) -> bool:
-    """Return whether a clip begins after a frame."""
-    return starts[-1] > number if isinstance(starts, range) else max(starts, default=-1) > number
-
-
-def _count_frames(file: Path, fps: float) -> int:
-    """Count a video's frames at a rate from its packets' times, without decoding; may be one too few."""
-    with opened_video(file) as (container, stream):
-        shown = [packet.pts if packet.pts is not None else packet.dts for packet in container.demux(stream)]
-        stamps = [time for time in shown if time is not None]
-        span = float((max(stamps) - min(stamps)) * stream.time_base) if stamps else 0.0
-    return int(span * fps + 1e-6) + 1 if stamps else 0
 
 
 def _fit_frame(frame: Any, stream: Any, size: tuple[int, int]) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Times of the frames of a training video for patches with ``causal="block"``, which see only earlier frames.
 
-In generation a frame block sees clean frames before it and none after it. A single time for all frames, as in the
-model's original training, never shows this case. So every frame block has its own time, as in diffusion forcing. In
-half of the samples the first frame blocks are clean and not predicted, as in a video that has already begun.
+In generation the frames before a frame block are clean, which one time for all frames never shows. So every frame block
+has its own, as in diffusion forcing; in half of the samples the first ones are clean and not predicted.
 """
 
 from typing import Any
@@ -57,10 +56,8 @@ def random_quantiles(frames: int, together: int, generator: torch.Generator) -> 
 
 
 def even_quantiles(first: torch.Tensor, frames: int, together: int) -> torch.Tensor:
-    """Return fixed quantiles for every frame of a validation sample, from that of the first block: float64 (F,).
-
-    The fractional parts of any number of multiples of the golden ratio cover (0, 1) evenly.
-    """
+    """Return fixed quantiles for every frame of a validation sample, from that of the first block: float64 (F,)."""
+    # the fractional parts of any number of multiples of the golden ratio cover (0, 1) evenly
     blocks = torch.arange(-(-frames // together), dtype=first.dtype, device=first.device)
     golden = 0.5 * (5**0.5 - 1)
     return inside_unit_interval((first + golden * blocks) % 1).repeat_interleave(together)[:frames]

@@ -1,6 +1,7 @@
 """Clips of several lengths and places, their buckets, and data of several sources."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,28 +10,28 @@ import pytest
 import torch
 
 from mhla_diffusers.families import get_family
-from mhla_diffusers.generation.pixels import UnreadableMediaError
 from mhla_diffusers.training import train
 from mhla_diffusers.training.data.batches import BatchOrder
-from mhla_diffusers.training.data.cache import CacheIndex, LatentCache
-from mhla_diffusers.training.data.clips import Clips
+from mhla_diffusers.training.data.cache import CachedFile, LatentCache
+from mhla_diffusers.training.data.clips import Clips, auto_sizes
 from mhla_diffusers.training.data.encode import encode_folder
-from mhla_diffusers.training.data.media import Media, read_clips
+from mhla_diffusers.training.data.media import ClipRead, Media, read_clips
+from mhla_diffusers.training.data.model import DataModel
 from mhla_diffusers.training.data.sources import Source, Sources, read_sources
-from mhla_diffusers.training.data.summary import DataModel, summarize, summarize_cache
+from mhla_diffusers.training.data.summary import summarize
 
-from ...models import wan
 from ...refusals import refused
-from ..models import settings, tiny_dit
+from ..models import settings
 from ..pipelines import wan_pipeline, write_image, write_video
 
-CLIPS = Clips((1, 5), 8.0, ((32, 32),), "chunk")
+CLIPS = Clips((1, 5), 8.0, ((32, 32),), stride=5)
 OTHER_CLIP = "sources: [{path: a}]\nclip: {fps: 8, frames: 5, "
 
 
 def _read(file: Path, clips: Clips) -> list[tuple[float, int, float]]:
     """Start, length and the grey level of the first frame of every clip."""
-    found = [(clip.start, clip.bucket[0], clip.pixels[:, 0].float().mean()) for clip in read_clips(_media(file), clips)]
+    read = [clip for clip in read_clips(_media(file), clips) if isinstance(clip, ClipRead)]
+    found = [(clip.start, clip.bucket[0], clip.pixels[:, 0].float().mean()) for clip in read]
     return [(start, length, round(float(level) / 10)) for start, length, level in found]
 
 
@@ -42,44 +43,28 @@ def test_clips_begin_where_the_settings_say_with_every_length_that_is_left(tmp_p
     """Frame i of the video has level 10 i."""
     write_video(tmp_path / "a.mp4", frames=12, fps=8)
     for clips, expected in (
-        (replace(CLIPS, extract="head"), [(0, 1), (0, 5)]),
+        (replace(CLIPS, stride=None), [(0, 1), (0, 5)]),
         (CLIPS, [(0, 1), (0, 5), (5, 1), (5, 5), (10, 1)]),
-        (replace(CLIPS, extract="all", stride=4), [(0, 1), (0, 5), (4, 1), (4, 5), (8, 1)]),
-        (replace(CLIPS, extract="all", stride=7), [(0, 1), (0, 5), (7, 1), (7, 5)]),
-        (replace(CLIPS, extract="uniform", count=3), [(0, 1), (0, 5), (6, 1), (4, 5), (11, 1), (7, 5)]),
+        (replace(CLIPS, stride=4), [(0, 1), (0, 5), (4, 1), (4, 5), (8, 1)]),
+        (replace(CLIPS, stride=7), [(0, 1), (0, 5), (7, 1), (7, 5)]),
     ):
         wanted = sorted((first / 8, length, first) for first, length in expected)
         assert sorted(_read(tmp_path / "a.mp4", clips)) == wanted
     assert _read(tmp_path / "a.mp4", replace(CLIPS, fps=4.0)) == [(0, 1, 0), (0, 5, 0), (1.25, 1, 10)]
-    with pytest.raises(UnreadableMediaError):
-        _read(tmp_path / "a.mp4", replace(CLIPS, frames=(13, 25)))
-
-
-@pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi", "mpg"])
-@pytest.mark.parametrize(("rate", "fps"), [(25, 8.0), (24, 24.0), (30, 16.0)])
-def test_even_clips_reach_the_end_whatever_the_container(suffix: str, rate: int, fps: float, tmp_path: Path) -> None:
-    write_video(tmp_path / f"a.{suffix}", frames=25, fps=rate)
-    clips = list(read_clips(_media(tmp_path / f"a.{suffix}"), Clips(3, fps, ((32, 32),), "uniform", count=3)))
-    whole = sum(1 for _ in read_clips(_media(tmp_path / f"a.{suffix}"), Clips(1, fps, ((32, 32),), "chunk")))
-    assert [clip.start for clip in clips][:1] == [0.0] and len(clips) == 3
-    assert whole - 2 <= clips[-1].start * fps + 3 <= whole
+    assert _read(tmp_path / "a.mp4", replace(CLIPS, frames=(13, 25))) == []
 
 
 def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
-    model = wan(num_layers=1)
-    strides = {"scale_factor_temporal": 4, "scale_factor_spatial": 8}
-    clips = Clips(81, 16.0, "auto").fitted(get_family(model), model, strides, False)
-    assert clips.sizes[:2] == ((480, 832), (832, 480))
-    for height, width in clips.sizes:
+    sizes = auto_sizes((480, 832), 16)
+    assert sizes[:2] == ((480, 832), (832, 480))
+    for height, width in sizes:
         assert height % 16 == width % 16 == 0 and 0.9 < height * width / (480 * 832) < 1.1
-    aspects = [width / height for height, width in clips.sizes]
+    aspects = [width / height for height, width in sizes]
     for shape in ((1080, 1920), (1920, 1080), (1000, 1000), (480, 640), (3000, 2000), (1080, 2560)):
-        size = clips.size_for(*shape)
+        size = Clips(81, 16.0, sizes).size_for(*shape)
         assert size[1] / size[0] == pytest.approx(shape[1] / shape[0], rel=0.06) and size[1] / size[0] in aspects
-    small = Clips(81, 16.0, "auto 240x416").fitted(get_family(model), model, strides, False)
-    assert small.sizes[0] == (240, 416)
-    square = Clips(1, 1.0, "auto").fitted(get_family(tiny_dit()), tiny_dit(), {"scale_factor_spatial": 8}, False)
-    assert square.sizes == ((256, 256),)
+    assert DataModel("tiny-wan").fitted(Clips(9, 6.0, "auto 32x64")).sizes[0] == (32, 64)
+    assert DataModel("tiny-dit").fitted(Clips(1, 1.0, "auto")).sizes == ((64, 64),)
     with refused("auto"):
         Clips(1, 1.0, "auto").size_for(64, 64)
 
@@ -89,14 +74,11 @@ def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
     [
         ("sources: [{path: a, share: 1}, {path: b}]", "sources.*1.0, None"),
         ("sources: [{path: a}, {path: a}]", "sources.1.path"),
-        ("sources: [{path: a, share: 1, repeats: 2}]", "share=1.0 .* repeats=2"),
         ("sources: [{path: a, missing_captions: ignore}]", "'ignore'"),
         ("sources: [{path: a, share: 0}]", "sources.0.share=0"),
         (OTHER_CLIP + "sizes: automatic}", "sizes='automatic'"),
         (OTHER_CLIP.replace("5", "[1, 0]") + "sizes: [[32, 32]]}", "frames.1=0"),
-        (OTHER_CLIP + "sizes: [[32, 32]], extract: uniform}", "count=None"),
-        (OTHER_CLIP + "sizes: [[32, 32]], stride: 4}", "stride=4"),
-        (OTHER_CLIP + "sizes: [[32, 32]], extract: chunks}", "'chunks'.*'chunk'"),
+        (OTHER_CLIP + "sizes: [[32, 32]], stride: 0}", "stride=0"),
     ],
 )
 def test_clips_and_sources_that_are_not_allowed_are_refused(settings, named, tmp_path):
@@ -135,7 +117,7 @@ def sources(tmp_path: Path) -> Path:
             (tmp_path / "pictures" / f"{name}.txt").write_text("a cube")
     file = tmp_path / "data.yaml"
     file.write_text(
-        f"""clip: {{frames: [1, 5], fps: 8, sizes: [[32, 32], [64, 32]], extract: chunk}}
+        f"""clip: {{frames: [1, 5], fps: 8, sizes: [[32, 32], [64, 32]], stride: 5}}
 sources:
   - {{path: {tmp_path / "videos"}, share: 3, prefix: "video: "}}
   - {{path: {tmp_path / "pictures"}, share: 1, missing_captions: empty, prefix: "art: "}}
@@ -144,16 +126,20 @@ sources:
     return file
 
 
-def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(sources: Path, tmp_path: Path) -> None:
+def _clips(files: Sequence[CachedFile]) -> list[Any]:
+    return [
+        (Path(file.name).name, clip.bucket, clip.start, file.caption, clip.sha256)
+        for file in files
+        for clip in file.clips
+    ]
+
+
+def test_sources_make_one_cache_that_goes_on_after_an_interruption(sources: Path, tmp_path: Path) -> None:
     pipe, model = wan_pipeline(), str(tmp_path / "model")
     pipe.save_pretrained(model)
-    for workers in (1, 2):
-        encode_folder(pipe, model, sources, tmp_path / f"cache-{workers}", workers=workers)
-    index = CacheIndex.read(tmp_path / "cache-1")
-    assert CacheIndex.read(tmp_path / "cache-2").samples == index.samples
+    files = encode_folder(pipe, model, sources, tmp_path / "cache")
     videos, pictures = tmp_path / "videos", tmp_path / "pictures"
-    found = [(Path(one.source).name, one.bucket, one.start, one.caption) for one in index.samples]
-    assert found == [
+    assert [clip[:4] for clip in _clips(files)] == [
         ("long.mp4", (1, 32, 32), 0.0, "video: a ball"),
         ("long.mp4", (5, 32, 32), 0.0, "video: a ball"),
         ("long.mp4", (1, 32, 32), 0.625, "video: a ball"),
@@ -167,60 +153,55 @@ def test_sources_make_one_cache_that_is_gone_on_with_in_the_middle_of_a_video(so
             for name, caption in (("a", "art: a cube"), ("b", "art: a cube"), ("c", "art:"))
         ),
     ]
-    assert list(index.skipped) == [f"{videos}/small.mp4"] and "enlarged 2 times" in index.skipped[f"{videos}/small.mp4"]
+    problems = {file.name: file.problem for file in files if file.problem}
+    assert list(problems) == [f"{videos}/small.mp4"] and "enlarged 2 times" in problems[f"{videos}/small.mp4"]
 
-    before, after = summarize(sources, model=model), summarize_cache(index, DataModel(model))
-    tables = [str(summary).split("\n\n", 1)[1] for summary in (before, after)]
+    tables = [str(summarize(place, model=model)).split("\n\n", 1)[1] for place in (sources, tmp_path / "cache")]
     assert tables[0] == tables[1]
-    for line in ("32x32 5 1 2 ", "videos 8 75%", "pictures 3 25%"):
+    for line in ("32x32 5 2 ", "videos 8 75%", "pictures 3 25%"):
         assert line in " ".join(tables[0].split())
-    assert "5 of 6 files are used, as 11 clips" in str(after) and "4 files share theirs" in str(after)
+    assert "5 of 6 files are used, as 11 clips" in str(summarize(tmp_path / "cache"))
 
     # shares of 3 to 1 from eight clips and three pictures; the last samples, which are held out, are of both
-    cache = LatentCache(tmp_path / "cache-1")
+    cache = LatentCache(tmp_path / "cache")
     order = BatchOrder(cache.shapes, 1, 0, cache.weights)
-    drawn = Counter(cache.samples[order[step][0]].origin for step in range(order.batches_per_epoch))
+    drawn = Counter(cache.clips[order[step][0]][0].origin for step in range(order.batches_per_epoch))
     assert drawn[str(videos)] / drawn[str(pictures)] == pytest.approx(3, rel=0.15)
-    assert {sample.origin for sample in cache.samples[-3:]} == {str(videos), str(pictures)}
+    assert {file.origin for file, _ in cache.clips[-3:]} == {str(videos), str(pictures)}
     assert train(wan_pipeline().transformer, cache, settings(tmp_path / "run", 6, batch_size=2)).finished
 
-    # stopped after the third clip of a video; what is there is kept
+    # stopped in the second video; the first is kept
     training, count = type(get_family(pipe.transformer).training), 0
     encode = training.encode_pixels
 
-    def encode_three(*arguments: Any) -> torch.Tensor:
+    def encode_six(*arguments: Any) -> torch.Tensor:
         nonlocal count
         count += 1
-        if count == 4:
+        if count == 7:
             raise KeyboardInterrupt
         return encode(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(training, "encode_pixels", encode_three)
+        patched.setattr(training, "encode_pixels", encode_six)
         with pytest.raises(KeyboardInterrupt):
             encode_folder(pipe, model, sources, tmp_path / "stopped")
-        assert len(CacheIndex.read(tmp_path / "stopped").samples) == 3
-        encode_folder(pipe, model, sources, tmp_path / "stopped")
-        assert count == 4 + len(index.samples) - 3
+        assert len(LatentCache(tmp_path / "stopped")) == 5
+        assert _clips(encode_folder(pipe, model, sources, tmp_path / "stopped")) == _clips(files)
+        assert count == 7 + len(cache) - 5
     again = LatentCache(tmp_path / "stopped")
-    key = [(one.source, one.bucket, one.start, one.caption) for one in again.samples]
-    assert key == [(one.source, one.bucket, one.start, one.caption) for one in cache.samples]
     assert all(torch.equal(again[place]["latents"], cache[place]["latents"]) for place in range(len(cache)))
 
     # another share needs no encoding
     sources.write_text(sources.read_text().replace("share: 3", "share: 1"))
-    encode_folder(pipe, model, sources, tmp_path / "cache-1")
-    assert LatentCache(tmp_path / "cache-1").weights == pytest.approx(
-        [1.0 if "videos" in one.origin else 8 / 3 for one in cache.samples]
+    encode_folder(pipe, model, sources, tmp_path / "cache")
+    assert LatentCache(tmp_path / "cache").weights == pytest.approx(
+        [1.0 if "videos" in file.origin else 8 / 3 for file, _ in cache.clips]
     )
 
 
-def test_a_missing_caption_raises_is_left_out_or_encoded_empty(sources: Path, tmp_path: Path) -> None:
+def test_a_file_without_a_caption_is_left_out_or_encoded_empty(sources: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "pictures")
-    sources_with_error = Sources((Source(folder),))
-    with refused("1 of 3 ", " c.png"):
-        sources_with_error.check_captions(sources_with_error.media())
-    left_out = Sources((Source(folder, missing_captions="skip", prefix="art: "),)).media()
+    left_out = Sources((Source(folder, prefix="art: "),)).media()
     assert [(item.caption, bool(item.problem)) for item in left_out] == [
         ("art: a cube", False),
         ("art: a cube", False),

@@ -1,3 +1,4 @@
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 from diffusers import LTXImageToVideoPipeline, WanImageToVideoPipeline
-from torch.utils.data import DataLoader
 
-from mhla_diffusers import apply_mhla
+from mhla_diffusers import apply_mhla, remove_mhla
 from mhla_diffusers.families import get_family
-from mhla_diffusers.files import read_checked_json, write_checked_json
 from mhla_diffusers.training import train
 from mhla_diffusers.training.data.batches import NoisedBatches
-from mhla_diffusers.training.data.cache import CacheIndex, CacheWriter, LatentCache
+from mhla_diffusers.training.data.cache import CachedFile, CacheWriter, LatentCache, read_index
 from mhla_diffusers.training.data.clips import Clips
-from mhla_diffusers.training.data.encode import encode_folder, model_header, synthesize
-from mhla_diffusers.training.data.media import Media, read_clips
-from mhla_diffusers.training.data.summary import summarize
+from mhla_diffusers.training.data.encode import encode_folder, synthesize
+from mhla_diffusers.training.data.media import ClipRead, Media, read_clips
 from mhla_diffusers.training.finetune import NamedRun
 
 from ...families.cases import case_of, wan_components
@@ -31,11 +29,13 @@ from ..pipelines import dit_pipeline, sana_pipeline, wan_pipeline, write_image, 
 
 WAN_CLIP = Clips(frames=5, fps=8.0, sizes=((32, 32),))
 IMAGE_CLIP = Clips(frames=1, fps=1.0, sizes=((16, 16),))
-HEADER = {"family": "wan", "vae": "vae", "text_encoder": "text", "settings": {}}
 
 
 def _saved(pipe: Any, folder: Path) -> tuple[Any, str]:
     pipe.save_pretrained(folder / "model")
+    if hasattr(pipe, "labels"):  # which the pipeline of the Hub has in its index, and diffusers does not save
+        index = folder / "model/model_index.json"
+        index.write_text(json.dumps({**json.loads(index.read_text()), "id2label": {"3": "cat, house cat", "5": "dog"}}))
     return pipe, str(folder / "model")
 
 
@@ -56,21 +56,17 @@ def videos(tmp_path: Path) -> Path:
 
 
 def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
-    """Their latents are those that the pipeline decodes, whoever reads the files, and however often it stops."""
+    """Their latents are those that the pipeline decodes, however often it stops."""
     pipe, model = wan
     (videos / "3.mp4").rename(tmp_path / "3.mp4")
-    encode_folder(pipe, model, videos, tmp_path / "cache-1", WAN_CLIP)
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
     (tmp_path / "3.mp4").rename(videos / "3.mp4")
-    caches = []
-    for workers in (1, 2):
-        index = encode_folder(pipe, model, videos, tmp_path / f"cache-{workers}", WAN_CLIP, workers=workers)
-        assert [sample.source for sample in index.samples] == ["0.mp4", "1.mp4", "3.mp4"]
-        assert index.skipped.keys() == {"2.mp4"}
-        caches.append(LatentCache(tmp_path / f"cache-{workers}"))
-    alone, several = caches
-    for index in range(3):
-        assert torch.equal(alone[index]["latents"], several[index]["latents"])
+    files = encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    assert [file.name for file in files if file.clips] == ["0.mp4", "1.mp4", "3.mp4"]
+    assert [file.name for file in files if file.problem] == ["2.mp4"]
+    alone = LatentCache(tmp_path / "cache")
     (clip,) = read_clips(Media(videos / "1.mp4", "1.mp4"), WAN_CLIP)
+    assert isinstance(clip, ClipRead)
     pixels = clip.pixels[None].float() / 127.5 - 1
     with torch.no_grad():
         raw = pipe.vae.encode(pixels).latent_dist.mode()[0]
@@ -91,17 +87,17 @@ def test_what_has_changed_is_encoded_again_and_nothing_else(
     (videos / "0.txt").write_text("a blue ball")
     for name in ("1", "2"):
         write_video(videos / f"{name}.mp4", frames=6 + int(name), fps=4)
-    index = encode_folder(pipe, model, videos, tmp_path / "cache", Clips(5, 8.0, ((32, 32),)))
+    files = encode_folder(pipe, model, videos, tmp_path / "cache", Clips(5, 8.0, ((32, 32),)))
     cache = LatentCache(tmp_path / "cache")
-    found = {sample.source: (sample.caption, cache[place]) for place, sample in enumerate(index.samples)}
-    assert found.keys() == {f"{name}.mp4" for name in range(4)} and not index.skipped
+    found = {file.name: (file.caption, cache[place]) for place, (file, _) in enumerate(cache.clips)}
+    assert found.keys() == {f"{name}.mp4" for name in range(4)} and not any(file.problem for file in files)
+    assert len(list((tmp_path / "cache/clips").iterdir())) == 4
     assert torch.equal(found["3.mp4"][1]["latents"], kept["latents"])
     assert found["0.mp4"][0] == "a blue ball"
     assert not torch.equal(found["0.mp4"][1]["encoder_hidden_states"], texts[0])
     assert not torch.equal(found["1.mp4"][1]["latents"], kept["latents"])
     assert "3 files or captions have changed" in caplog.text
-    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    assert CacheIndex.read(tmp_path / "cache").samples == index.samples
+    assert encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP) == files
 
 
 def test_a_cache_notices_other_weights_and_removes_samples_that_are_gone(
@@ -110,13 +106,13 @@ def test_a_cache_notices_other_weights_and_removes_samples_that_are_gone(
     pipe, model = _saved(wan_pipeline(), tmp_path)
     for prompts in (["a cube", "a ball"], ["a cube"]):
         synthesize(pipe, model, prompts, tmp_path / "cache", WAN_CLIP, steps=1)
-    assert "1 files or captions are gone, and so are their samples, such as 1: a ball" in caplog.text
-    assert [sample.caption for sample in LatentCache(tmp_path / "cache").samples] == ["a cube"]
+    assert "1 files or captions are gone, and so are their clips, such as 1: a ball" in caplog.text
+    assert [file.caption for file, _ in LatentCache(tmp_path / "cache").clips] == ["a cube"]
     with refused("0: a cube", "another folder"):
         synthesize(pipe, model, ["a ball"], tmp_path / "cache", WAN_CLIP, steps=1)
     next(pipe.vae.parameters()).data.add_(1)
     pipe.save_pretrained(model)
-    with refused("weights='", "', not '"):
+    with refused("vae_weights='", "', not '"):
         synthesize(pipe, model, ["a cube"], tmp_path / "cache", WAN_CLIP, steps=1)
 
 
@@ -125,7 +121,7 @@ def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_pa
     pytest.importorskip("ftfy")
     components = wan_components(flow_shift=5.0, image_channels=8)
     pipe, model = _saved(quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components)), tmp_path)
-    encode_folder(pipe, model, videos, tmp_path / "cache", replace(WAN_CLIP, extract="chunk"))
+    encode_folder(pipe, model, videos, tmp_path / "cache", replace(WAN_CLIP, stride=5))
     cache = LatentCache(tmp_path / "cache")
     assert cache.shapes == [(36, 2, 4, 4)] * 6
     assert cache[0]["encoder_hidden_states_image"].shape == (5, 8)
@@ -169,28 +165,23 @@ def test_images_become_samples(make: Callable[[], Any], tmp_path: Path) -> None:
 def test_cache_of_another_model_or_clip_is_refused(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
     pipe, model = wan
     encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    cache, (other, name) = LatentCache(tmp_path / "cache"), _saved(wan_pipeline(latent_channels=8), tmp_path)
+    _, other = _saved(wan_pipeline(latent_channels=8), tmp_path)
     copied = shutil.copytree(model, tmp_path / "copied")
-    cache.check_made_for(str(copied), header := model_header(str(copied), get_family(other.transformer)))
-    cache.check_cut_as(Clips(5, 8.0, ((64, 32), (32, 32))))
-    nine, eight_channels = Clips(9, 8.0, ((32, 32),)), model_header(name, get_family(other.transformer))
-    with refused("vae='", name):
-        cache.check_made_for(name, eight_channels)
-    with refused("frames=[5]", "frames=[9]"):
-        cache.check_cut_as(nine)
-    with refused("fps=8.0", "fps=16.0"):
-        cache.check_cut_as(Clips(5, 16.0, ((32, 32),)))
-    with refused("sizes=[[32, 32]]", "[[64, 32]]"):
-        cache.check_cut_as(Clips(5, 8.0, ((64, 32),)))
+
+    def data_for(name: object) -> LatentCache:
+        return NamedRun(settings(tmp_path, model=str(name), data=str(tmp_path / "cache"))).open_data()
+
+    assert len(data_for(copied)) == 3
+    with refused("vae='", other):
+        data_for(other)
     with refused("frames=[5]", "[9]"):
-        encode_folder(pipe, model, videos, tmp_path / "cache", nine)
+        encode_folder(pipe, model, videos, tmp_path / "cache", Clips(9, 8.0, ((32, 32),)))
     for part in ("vae", "text_encoder"):
         _flipped(next((copied / part).glob("*.safetensors")))
-        changed = model_header(str(copied), get_family(other.transformer))
         with refused(f"{part}_weights='", "mhla encode"):
-            cache.check_made_for(str(copied), changed)
-        cache.index.header[f"{part}_weights"] = None  # of the Hub
-    cache.check_made_for(str(copied), header)
+            data_for(copied)
+        next((copied / part).glob("*.safetensors")).unlink()  # as on the Hub, where they are unknown
+    assert len(data_for(copied)) == 3
 
 
 @pytest.mark.parametrize(
@@ -203,14 +194,14 @@ def test_cache_of_another_model_or_clip_is_refused(wan: tuple[Any, str], videos:
         (wan_pipeline, Clips(5, 8.0, ((32, 32), (32, 48))), ["dog"], 5.0, r"\(32, 48\)\)"),
         (wan_pipeline, WAN_CLIP, ["a ball", " "], 5.0, "number 1"),
         (wan_pipeline, WAN_CLIP, [], 5.0, "none given"),
-        (lambda: apply_mhla(wan_pipeline(), blocks=(2, 2, 2)), WAN_CLIP, ["dog"], 5.0, "patched"),
         (dit_pipeline, WAN_CLIP, ["dog", "horse"], 5.0, "'horse'.*cat, dog, house cat"),
         *((dit_pipeline, IMAGE_CLIP, ["dog"], guidance, f"guidance={guidance}") for guidance in (inf, nan, -5.0)),
     ],
 )
 def test_what_cannot_be_synthesized_is_refused(make, clip, prompts, guidance, named, tmp_path):
+    pipe, model = _saved(make(), tmp_path)
     with pytest.raises(ValueError, match=named):
-        synthesize(make(), "unused", prompts, tmp_path / "cache", clip, guidance=guidance)
+        synthesize(pipe, model, prompts, tmp_path / "cache", clip, guidance=guidance)
     assert not (tmp_path / "cache").exists()
 
 
@@ -233,9 +224,17 @@ def test_captions_that_are_no_class_are_refused(tmp_path: Path) -> None:
     for name, caption in (("a", "dog"), ("b", "horse")):
         write_image(tmp_path / "images" / f"{name}.png")
         (tmp_path / "images" / f"{name}.txt").write_text(caption)
-    with refused("b.png ", "'horse'"):
+    with refused("'horse'"):
         encode_folder(pipe, model, tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
     assert not (tmp_path / "cache").exists()
+
+
+def test_latents_of_a_patched_pipeline_are_refused(wan: tuple[Any, str], tmp_path: Path) -> None:
+    pipe, model = wan
+    apply_mhla(pipe, blocks=(2, 2, 2))
+    with refused("patched"):
+        synthesize(pipe, model, ["dog"], tmp_path / "cache", WAN_CLIP)
+    remove_mhla(pipe)
 
 
 def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_their_own(
@@ -244,58 +243,69 @@ def test_text_and_image_to_video_of_one_transformer_are_encoded_to_folders_of_th
     """The pipeline alone tells them apart; else a folder's samples would be kept as they were."""
     pipe, model = _saved(case_of("ltx").pipeline(), tmp_path)
     shown = quiet(LTXImageToVideoPipeline(**pipe.components))
-
-    def encode(of: Any, folder: str, frames: int = 5) -> Any:
-        return encode_folder(of, model, videos, tmp_path / folder, Clips(frames, 8.0, ((32, 32),)))
-
-    encode(pipe, "text")
-    encode(shown, "image")
-    assert len(encode(shown, "image").samples) == 3
     shown.save_pretrained(tmp_path / "shown")
-    config = settings(tmp_path, model=model, data=str(tmp_path / "text"))
-    assert NamedRun(config).is_encoded
-    with refused("begins_with_picture=None, ", "True"):
-        encode(shown, "text")
-    with refused("begins_with_picture=True, ", "None"):
-        encode(pipe, "image")
+    places = {"text": (pipe, model), "image": (shown, str(tmp_path / "shown"))}
+
+    def encode(kind: str, folder: str, frames: int = 5) -> Any:
+        return encode_folder(*places[kind], videos, tmp_path / folder, Clips(frames, 8.0, ((32, 32),)))
+
+    def open_data(kind: str, folder: str) -> LatentCache:
+        return NamedRun(settings(tmp_path, model=places[kind][1], data=str(tmp_path / folder))).open_data()
+
+    for kind, other in (("text", "image"), ("image", "text")):
+        encode(kind, kind)
+        assert len(encode(kind, kind)) == 4 and len(open_data(kind, kind)) == 3
+        with refused("begins_with_picture="):
+            encode(other, kind)
+        with refused("begins_with_picture="):
+            open_data(other, kind)
     with refused("frames=1"):
-        encode(shown, "picture", frames=1)
-    with refused("image-to-video"):
-        NamedRun(replace(config, data=str(tmp_path / "image")))
-    with refused("text-to-video"):
-        NamedRun(replace(config, model=str(tmp_path / "shown")))
+        encode("image", "picture", frames=1)
+
+
+def _written(folder: Path, count: int, lost: int = 0) -> None:
+    """A cache of small samples, or one that goes on, the last ones of which no line of the index names."""
+    data = wan_data(count + lost)
+    assert data.empty is not None
+    contents = dict.fromkeys(map(str, range(count)), "")
+    writer = CacheWriter(folder, {"family": "wan"}, contents, data.empty, {})
+    kept = {file.name for file in writer.files}
+    for number in range(count + lost):
+        if str(number) not in kept:
+            clip = writer.write(data[number], (5, 32, 32))
+            if number < count:
+                writer.add(CachedFile(str(number), "caption", clips=(clip,)))
 
 
 def test_killed_writer_leaves_a_good_cache_and_what_it_lacks_is_named(tmp_path: Path) -> None:
-    writer = CacheWriter(tmp_path, HEADER, shard_bytes=100)
-    for index in range(3):
-        writer.add(str(index), "caption", {"latents": torch.full((4, 4, 4), float(index))})
-    writer.add("lost", "caption", {"latents": torch.zeros(2)})
-    again = CacheWriter(tmp_path, HEADER, shard_bytes=100)
-    assert [sample.source for sample in again.index.samples] == ["0", "1", "2"]
-    again.add("3", "caption", {"latents": torch.full((4, 4, 4), 3.0)})
-    again.flush()
+    _written(tmp_path, 3, lost=1)
+    index = tmp_path / "index.jsonl"
+    index.write_bytes(index.read_bytes() + b'{"name": "half a')
+    assert len(LatentCache(tmp_path)) == 3
+    _written(tmp_path, 4)
     cache = LatentCache(tmp_path)
-    assert [float(cache[index]["latents"][0, 0, 0]) for index in range(4)] == [0, 1, 2, 3]
-    shard, index = tmp_path / "shard-00001.safetensors", tmp_path / "index.json"
-    shard.unlink()
-    with refused(shard.name, "mhla encode", error=FileNotFoundError):
+    assert [file.name for file, _ in cache.clips] == list("0123") and len(list((tmp_path / "clips").iterdir())) == 4
+    assert all(torch.equal(cache[place]["latents"], wan_data(5)[place]["latents"]) for place in range(4))
+    (tmp_path / "clips/00000001.safetensors").unlink()
+    with refused("00000001.safetensors", "mhla encode", error=FileNotFoundError):
         LatentCache(tmp_path)
-    write_checked_json({**read_checked_json(index), "format_version": 9}, index)
-    with refused("version 9"):
-        LatentCache(tmp_path)
+    for harmed in (index.read_text().replace('"format_version": 5', '"format_version": 4'), "{\n", "", "[]\n"):
+        index.write_text(harmed)
+        with refused(index, "damaged"):
+            LatentCache(tmp_path)
     index.unlink()
     with refused(index.name, error=FileNotFoundError):
         LatentCache(tmp_path)
 
 
-def test_a_first_attempt_that_made_no_sample_binds_nobody(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+def test_a_first_attempt_that_made_no_clip_binds_nobody(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
     pipe, model = wan
-    with refused(" 4 "):
+    with refused(" 4 ", "2.mp4: the file is empty"):
         encode_folder(pipe, model, videos, tmp_path / "cache", Clips(49, 8.0, ((32, 32),)))
-    index = encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
-    assert len(index.samples) == 3 and index.header["settings"]["frames"] == [5]
-    assert len(LatentCache(tmp_path / "cache")) == 3
+    with refused(str(tmp_path), "no clips", "mhla encode", "goes on"):
+        LatentCache(tmp_path / "cache")
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    assert read_index(tmp_path / "cache")[0]["frames"] == [5] and len(LatentCache(tmp_path / "cache")) == 3
 
 
 def _flipped(file: Path) -> None:
@@ -304,29 +314,12 @@ def _flipped(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_an_encoding_that_was_stopped_before_its_first_samples_is_told(tmp_path: Path) -> None:
-    _small_cache(tmp_path, 0)
-    for read in (LatentCache, summarize):
-        with pytest.raises(ValueError, match=rf"{tmp_path} holds no samples.* mhla encode .* goes on"):
-            read(tmp_path)
-
-
-def _small_cache(folder: Path, count: int) -> None:
-    writer, data = CacheWriter(folder, HEADER), wan_data(count)
-    assert data.empty is not None
-    writer.set_empty(data.empty)
-    for number in range(count):
-        writer.add(str(number), "caption", data[number])
-    if count:
-        writer.flush()
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", ["shard-00000.safetensors", "empty.safetensors"])
+@pytest.mark.parametrize("name", ["clips/00000000.safetensors", "empty.safetensors"])
 @pytest.mark.parametrize("harm", [_flipped, lambda file: file.write_bytes(file.read_bytes()[:-1])])
 def test_damage_of_a_cache_is_named(harm: Callable[[Path], object], name: str, workers: int, tmp_path: Path) -> None:
     """Also where another process reads."""
-    _small_cache(tmp_path, 2)
+    _written(tmp_path, 2)
 
     def batch() -> object:
         config, process = settings(tmp_path, workers=workers), get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
@@ -336,14 +329,6 @@ def test_damage_of_a_cache_is_named(harm: Callable[[Path], object], name: str, w
     harm(tmp_path / name)
     with refused(f"{tmp_path / name} ", f"{tmp_path} ", "mhla encode"):
         batch()
-    _small_cache(tmp_path, 2)  # writes an empty prompt that was damaged anew
+    _written(tmp_path, 2)  # writes an empty prompt that was damaged anew
     if name == "empty.safetensors":
         batch()
-
-
-def test_a_shard_is_hashed_once_however_many_processes_read_it(tmp_path: Path) -> None:
-    _small_cache(tmp_path, 3)
-    cache = LatentCache(tmp_path)
-    list(DataLoader(cache, batch_size=None, num_workers=1))  # type: ignore[arg-type]
-    _flipped(tmp_path / "shard-00000.safetensors")
-    cache[0]  # was compared in the worker

@@ -17,7 +17,7 @@ from ...refusals import refused
 from ..pipelines import write_frames, write_image, write_video
 
 CLIP = Clips(frames=9, fps=6.0, sizes=((64, 64), (64, 96)), upscale=True)
-OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale", "--precision", "no")
+OPTIONS = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale")
 TINY_WAN = str(pipeline_folder("wan"))
 
 
@@ -49,13 +49,11 @@ def test_numbers_of_files_and_every_reason(videos: Path) -> None:
     text = str(summarize(videos, CLIP, TINY_WAN))
     assert f"{videos}: 3 of 7 files are used, as 3 clips." in text
     header, *rows = _rows(text)
-    assert header == ["size", "frames", "files", "clips", "hours", "latents", "tokens"]
-    assert [row[:4] for row in rows] == [["64x64", "9", "2", "2"], ["64x96", "9", "1", "1"]]
-    assert [row[5] for row in rows] == ["4x9x16x16", "4x9x16x24"]
-    assert int(rows[1][6]) == int(rows[0][6]) * 3 // 2
+    assert header == ["size", "frames", "clips", "latents", "tokens"]
+    assert [row[:4] for row in rows] == [["64x64", "9", "2", "4x9x16x16"], ["64x96", "9", "1", "4x9x16x24"]]
+    assert int(rows[1][4]) == int(rows[0][4]) * 3 // 2
     for reason in ("short.mp4: too short", "mute.mp4: it has no caption", "picture.png: an image", "broken.mp4: not a"):
         assert f"\n  {reason}" in text
-    assert "Captions: 2 files share theirs with another" in text
 
 
 def test_options_that_do_not_fit_are_refused(videos: Path, tmp_path: Path) -> None:
@@ -67,7 +65,6 @@ def test_options_that_do_not_fit_are_refused(videos: Path, tmp_path: Path) -> No
     def data(*options: object) -> None:
         CliRunner().invoke(app, ["data", *map(str, options)], catch_exceptions=False)
 
-    assert CliRunner().invoke(app, ["data", str(videos), "--workers", "-1"]).exit_code == 2
     with refused("fps, sizes"):
         data(videos, "--frames", 9)
     with refused("--model"):
@@ -87,30 +84,13 @@ def test_what_is_encoded_is_what_was_announced_and_is_shown(videos: Path, tmp_pa
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    ended = [
-        CliRunner().invoke(app, list(map(str, (*arguments, "--model", TINY_WAN, *OPTIONS))))
-        for arguments in (("data", videos), ("encode", "--source", videos, "--output", latents))
-    ]
-    assert "3 of 7 files are used" in ended[0].stdout
-    for result in ended:
-        assert result.exit_code == 1 and "1 of 7 files have no caption" in str(result.exception)
-    (videos / "mute.txt").write_text("a seven")
-    before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 4, "--output", pictures)
-    assert "wide.mp4: a <three> bouncing" in before and len(list(pictures.glob("*.jpg"))) == 4
-    shown = [np.asarray(Image.open(pictures / f"{number}.jpg")).astype(float) for number in range(4)]
-    encoded = run("encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS)
-    common = ("--precision", "no", "--preview", 4, "--output", pictures)
-    after = run("data", latents, "--model", "tiny-wan", *common)
-    assert _rows(encoded) == _rows(before) == _rows(after)
-    assert "Left out:" in after and "4 of 7 files are used" in after
-    for number in range(3):  # decoded latents look like the frames; the ramp is nothing that the tiny one has seen
-        decoded = np.asarray(Image.open(pictures / f"{number}.jpg")).astype(float)
-        assert np.square(decoded - shown[number]).mean() < 255**2 / 10**2, "20 dB"
-    (videos / "mute.mp4").unlink()
-    assert "3 of 6 files are used" in run(
-        "encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS
+    before = run("data", videos, "--model", TINY_WAN, *OPTIONS, "--preview", 9, "--output", pictures)
+    assert "wide.mp4: a <three> bouncing" in before and len(list(pictures.glob("*.jpg"))) == 3
+    assert Image.open(pictures / "2.jpg").height == 64
+    encoded = run(
+        *("encode", "--model", TINY_WAN, "--source", videos, "--output", latents, *OPTIONS, "--precision", "no")
     )
-    with refused("is encoded"):
-        summarize(latents, CLIP)
-    with refused("--model"):
-        run("data", latents, "--preview", 1)
+    after = run("data", latents, "--model", "tiny-wan")
+    assert _rows(encoded) == _rows(before) == _rows(after)
+    for text in (before, encoded, after):
+        assert "3 of 7 files are used" in text and "mute.mp4: it has no caption" in text
