@@ -114,7 +114,7 @@ class PatchConfig(Settings):
 
     def is_dense(self, step: "Step") -> bool:
         """Whether all layers run the original attention in a denoising step."""
-        first, last = (_count_of(steps, step.count) for steps in (self.dense_first, self.dense_last))
+        first, last = _count_of(self.dense_first, step.count), _count_of(self.dense_last, step.count)
         if step.index < first or (last and step.count and step.index >= step.count - last):
             return True
         is_repeated = self.dense_every and (not step.count or step.count >= FEW_STEPS)
@@ -141,9 +141,10 @@ class PatchConfig(Settings):
 
     def records_residual(self, step: "Step") -> bool:
         """Whether a dense step measures residuals, to correct later steps or to see how they fade."""
-        end = min(step.index + 3, step.count or math.inf)
-        following = [Step(index, step.count) for index in range(step.index + 1, int(end))]
-        return self.is_dense(step) and not all(self.is_dense(one) for one in following)
+        last = step.count or math.inf
+        one, two = Step(step.index + 1, step.count), Step(step.index + 2, step.count)
+        is_followed = (one.index < last and not self.is_dense(one)) or (two.index < last and not self.is_dense(two))
+        return self.is_dense(step) and is_followed
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """Return what the cost of an attention on a token grid depends on; ``extra`` counts extra tokens."""

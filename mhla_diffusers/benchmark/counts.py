@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..config import MHLAConfig, PatchConfig
-from ..families import get_family, part_of
+from ..families import get_family
 from ..patching.describe import sizes_of
 from ..patching.patch import choose_layers
 from .cases import Case
@@ -64,16 +64,11 @@ def count_parts(transformer: Any, inputs: Mapping[str, Any], config: PatchConfig
 
 def _modules(transformer: Any) -> Iterator[tuple[str, nn.Module]]:
     family = get_family(transformer)
-    for attn in family.self_attentions(transformer).values():
-        yield ATTENTION, attn
-        yield from ((_PROJECTIONS, linear) for linear in attn.modules() if isinstance(linear, nn.Linear))
-    cross = ("attn2",) if "attn2" not in family.attentions else ()
     for block in family.blocks_of(transformer).values():
-        for part, names in (("cross-attention", cross), ("feed-forward", family.feed_forwards)):
-            for name in names:
-                module = part_of(block, name)
-                if isinstance(module, nn.Module):
-                    yield part, module
+        for part, module in family.parts_of(block).values():
+            yield part, module
+            if part == ATTENTION:
+                yield from ((_PROJECTIONS, linear) for linear in module.modules() if isinstance(linear, nn.Linear))
 
 
 def count_forward(

@@ -1,6 +1,4 @@
-"""Plug-ins that bring sparse attention to inference engines: ComfyUI, vLLM-Omni and SGLang.
+"""Plug-ins that bring sparse attention to ComfyUI, vLLM-Omni and SGLang; MHLA's matrices belong to diffusers models.
 
-An engine hands over query, key and value after RoPE, and :func:`mhla_diffusers.patching.route.attend` attends. MHLA's
-mixing matrices are weights of a patched diffusers model, so MHLA runs there alone. Nothing here is imported unless the
-engine does it.
+An engine hands over query, key and value after RoPE, and :func:`mhla_diffusers.patching.route.attend` attends.
 """

@@ -70,13 +70,7 @@ class _Patch:
 
 
 def patch_model(model: Any, settings: EngineSettings) -> Any:
-    """Return a clone of a ``ModelPatcher`` whose self-attention is sparse.
-
-    An override that the model already has becomes the dense attention; one of ours is replaced.
-
-    Raises:
-        ValueError: ComfyUI's Model Sparse Attention is on the model.
-    """
+    """Return a clone of a ``ModelPatcher`` with sparse self-attention; its override becomes the dense attention."""
     clone = model.clone()
     options = dict(clone.model_options.get("transformer_options", {}))
     previous = options.get(_OVERRIDE)
@@ -167,8 +161,6 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
 
 
 def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
-    """Return the wrapper that reads the inputs of the diffusion model for its attentions."""
-
     def diffusion_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = inspect.signature(executor.original).bind(*args, **kwargs).arguments
         inputs |= inputs.pop("kwargs", {})
@@ -193,20 +185,21 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patch.forwards, patch.reached = 0, False
-        tally = patch.engine.tally
+        logger = patch.engine.log.logger
         try:
             output = executor(*args, **kwargs)
+            tally = patch.engine.tally
             if tally.dense and not tally.sparse:
-                tally.logger.warning(
+                logger.warning(
                     "MHLA changed nothing in this sampling: %s. Lower dense_first or dense_last for more sparse "
                     "steps, or min_tokens for shorter sequences.",
-                    tally.summary(),
+                    tally,
                 )
             return output
         finally:
             patch.engine.end()
             if patch.forwards and not patch.reached:
-                tally.logger.warning(
+                logger.warning(
                     "MHLA: no attention reached the node, so all were dense. Put nodes that set another attention "
                     "before it, and use ComfyUI 0.3.60 or newer."
                 )
@@ -217,7 +210,6 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
 def _read_forward(
     patch: _Patch, model: Any, inputs: Mapping[str, Any], options: Mapping[str, Any], latent: Any
 ) -> _Forward:
-    """Read the inputs of a diffusion model, by their names in its ``_forward``."""
     latent = latent[0] if isinstance(latent, list | tuple) else latent  # video before audio
     sigmas, schedule = options.get("sigmas"), options.get("sample_sigmas")
     step, engine = None, patch.engine

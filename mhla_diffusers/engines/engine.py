@@ -8,26 +8,23 @@ import torch
 
 from ..attention.layout import Extra, Shape
 from ..config import Step
-from ..patching.call import Call, Tally
-from ..patching.residual import BranchState, Run
+from ..patching.call import Call, Log, Run, Tally
+from ..patching.residual import BranchState
 from ..patching.route import Request, attend
 from .settings import EngineSettings
 
 
 class Engine:
-    """Sparse attention of one model in an engine.
+    """Sparse attention of one model in an engine, which logs with the engine's logger.
 
     A reason for dense attention is logged once per shape of query, as a warning unless the settings ask for it; a call
     of the model ends with a line such as "sparse in 1,160 of 1,200 attentions, 40 dense: dense steps".
-
-    Args:
-        settings: what to do.
-        logger: of the engine, so that the lines stand among its own.
     """
 
     def __init__(self, settings: EngineSettings, logger: logging.Logger) -> None:
         self.config, self.min_tokens = settings.config, settings.min_tokens
-        self.tally = Tally(logger)
+        self.log = Log(logger)
+        self.tally = Tally(self.log)
         self.run = Run()
         self._in_forward: set[int] = set()
         """Layers that have attended in the present forward."""
@@ -45,19 +42,10 @@ class Engine:
         request: Request,
         obstacle: str = "",
     ) -> torch.Tensor:
-        """Answer an attention, and count it.
+        """Answer an attention (B, N, H, D), after RoPE, and count it.
 
-        Args:
-            query: (B, N, H, D) after RoPE.
-            key: like ``query``.
-            value: like ``key``.
-            call: of :meth:`call` or :meth:`filled`.
-            layer: number of the layer, from 0; None if it is unknown, which has no residuals.
-            request: what else the model asks for, and the engine's own attention.
-            obstacle: why this attention cannot be sparse, where the engine alone knows.
-
-        Returns:
-            (B, N, H, D).
+        ``layer`` is counted from 0; None if unknown, which has no residuals. ``obstacle`` says why this attention
+        cannot be sparse, where the engine alone knows.
         """
         config, chosen = self.config, ""
         if layer is not None and layer < config.dense_layers:
@@ -75,19 +63,13 @@ class Engine:
             return request.exact(query, key, value)
         if layer is None:
             call = call._replace(branches=())
-        return attend(query, key, value, call, torch.tensor(layer or 0, device="cpu"), 0, request)
+        return attend(query, key, value, request, (call, torch.tensor(layer or 0, device="cpu"), 0))
 
     def call(self, grid: Shape, extra: Extra, step: Step | None, owner: Any, layer: int | None) -> Call:
         """Return the call of an attention, in an engine that does not say where a forward begins.
 
-        A forward begins when a layer attends again; branches of the guidance are distinguished by their order.
-
-        Args:
-            grid: token grid; empty if the engine does not give it.
-            extra: tokens before and after it.
-            step: the denoising step; None if it is unknown.
-            owner: object that lives as long as the call of the model.
-            layer: number of the layer that attends; None if it is unknown.
+        A forward begins when a layer attends again; branches of the guidance are distinguished by their order. ``grid``
+        is empty if the engine does not give it; ``owner`` lives as long as the call of the model.
         """
         if step is None:
             return self.filled(grid, extra, None, ())
@@ -117,6 +99,7 @@ class Engine:
 
     def end(self) -> None:
         """End a call of the model: log its line, and forget what it measured."""
-        self.tally.end()
+        self.log.summary(self.tally)
+        self.tally = Tally(self.log)
         self.run.clear()
         self._in_forward.clear()

@@ -37,15 +37,7 @@ class EngineSettings(Settings):
 
 
 def read_settings(given: Mapping[str, Any], config: Any) -> EngineSettings:
-    """Return settings with some changed.
-
-    Args:
-        given: values, or texts as people write them, by the names of settings.
-        config: what is changed.
-
-    Raises:
-        ValueError: a value is not allowed.
-    """
+    """Return settings with some changed, given as values or as texts that people write."""
     changes = {name: parse_yaml(value, name) if isinstance(value, str) else value for name, value in given.items()}
     settings = EngineSettings(config, changes.pop("min_tokens", EngineSettings.min_tokens))
     return replace(settings, config=config.replace(**changes))

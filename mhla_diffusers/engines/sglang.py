@@ -29,11 +29,7 @@ _RING = "ring attention, which needs the log-sum-exp"
 
 
 def activate() -> None:
-    """Register sparse attention with SGLang if a variable of :func:`.settings.settings_from_environment` is set.
-
-    Raises:
-        SystemExit: a variable has a wrong name or value.
-    """
+    """Register sparse attention with SGLang if a variable of it is set; SystemExit for a wrong name or value."""
     if not any(name.startswith("MHLA_") and text for name, text in os.environ.items()):
         return
     from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
@@ -54,7 +50,6 @@ def activate() -> None:
 
 
 def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return SGLang's chosen backend, made sparse for self-attention in a denoising transformer."""
     from sglang.multimodal_gen.runtime.layers.attention.selector import get_component_attn_backend_name
     from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
 
@@ -63,14 +58,13 @@ def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kw
     if kwargs.get("is_cross_attention") or component not in (None, *TransformerLoader.component_names):
         return dense
     if dense.get_enum().is_sparse:
-        engine.tally.logger.warning("MHLA: %s is already sparse, so it is not replaced", dense.get_enum())
+        engine.log.logger.warning("MHLA: %s is already sparse, so it is not replaced", dense.get_enum())
         return dense
     return _sparse_backend(engine, dense)
 
 
 @functools.cache
 def _sparse_backend(engine: Engine, dense: type[Any]) -> type[Any]:
-    """Return a subclass of a backend whose implementation is sparse."""
     settings = {"engine": engine, "dense_class": dense.get_impl_cls()}
     implementation = type(f"Sparse{dense.get_impl_cls().__name__}", (SparseImplementation,), settings)
     methods = {
@@ -81,18 +75,10 @@ def _sparse_backend(engine: Engine, dense: type[Any]) -> type[Any]:
 
 
 class SparseImplementation:
-    """Attention of one layer; what cannot be sparse is that of SGLang's own implementation.
+    """Attention of one layer; what cannot be sparse is that of SGLang's own implementation, as is cross-attention.
 
-    Under Ulysses it gets all tokens and the heads of its process.
-
-    Args:
-        softmax_scale: factor of the scores.
-        causal: whether later tokens are masked.
-        prefix: name of the layer in its model, such as "blocks.3.attn1.impl".
-        is_cross_attention: whether keys are of another sequence; then it is dense and not counted.
-        packed_trailing_padding: whether the model is MiniMax-H3, which alone sets it: text, sound and references come
-            first in its sequence, then the video, then padding.
-        kwargs: more of what SGLang's implementation takes.
+    Under Ulysses it gets all tokens and the heads of its process. ``packed_trailing_padding`` is set for MiniMax-H3
+    alone: text, sound and references come first in its sequence, then the video, then padding.
     """
 
     engine: Engine
@@ -179,7 +165,7 @@ class SparseImplementation:
     ) -> torch.Tensor:
         """Attend to (N, H, D), in which ``cu_seqlens_host`` has the ends of sequences; one alone can be sparse.
 
-        Padding behind MiniMax-H3's gives zeros, as with SGLang's FlashAttention.
+        Padding gives zeros, as with SGLang's FlashAttention.
         """
         ends: tuple[int, ...] = bounds.get("cu_seqlens_host") or ()
         tokens = ends[1] if self.is_packed_video and len(ends) == 3 else len(query)
@@ -199,7 +185,6 @@ class SparseImplementation:
 
 
 def _attend_in_layer(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's forward with its extra tokens known to the attention."""
     if isinstance(layer.attn_impl, SparseImplementation):
         return _attend_and_count(forward, layer, *args, **kwargs)
     return forward(layer, *args, **kwargs)

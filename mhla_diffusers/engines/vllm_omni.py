@@ -38,7 +38,7 @@ def register() -> None:
 
 @cache
 def engine() -> Engine:
-    """Return what all layers of this process attend with, with settings from the environment."""
+    """Return what all layers of this process attend with."""
     return Engine(settings_from_environment(), init_logger("vllm_omni.mhla"))
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from ..moved import where_it_went
 from . import grids
 from .calling import Calling
-from .family import Counts, Family, named_arguments, part_of
+from .family import Counts, Family, part_of
+from .grids import named_arguments
 from .inputs import Condition, Inputs, Kwargs, Sample
 from .mhla import AttentionAdapter, AttentionInputs, imported
 from .models import Clip, Model
@@ -22,12 +23,7 @@ _FAMILIES: dict[str, Family] = {family.name: family for family in FAMILIES}
 
 
 def register_family(family: Family) -> None:
-    """Make a family known to ``apply_mhla``, in the place of an earlier version for the same transformers.
-
-    Raises:
-        ValueError: not a :class:`Family`, names that are not in a tuple, or a family of this name for other
-            transformers.
-    """
+    """Make a family known to ``apply_mhla``, in the place of an earlier version for the same transformers."""
     if not isinstance(family, Family):
         raise ValueError(f"family={family!r} must be a mhla_diffusers.families.Family; see docs/models.md for one.")
     for name, value in (("transformers", family.transformers), ("block_lists", family.block_lists)):
@@ -48,13 +44,10 @@ def families() -> list[Family]:
 
 
 def find_family(transformer: Any) -> Family | None:
-    """Return the family of a transformer, by the name of its class or of a base class, or None.
+    """Return the family of a transformer, its class, class name or family name, or None.
 
-    A model whose class of that name is not of the family's library, such as a copy of diffusers' class on the Hub,
-    belongs to the family if it has the attentions.
-
-    Args:
-        transformer: a model, its class, the name of its class, or the name of the family.
+    The name of the class, or of a base class, decides. A class of that name from elsewhere than the family's library,
+    such as a copy on the Hub, belongs to the family if it has the attentions.
     """
     if isinstance(transformer, str):
         named = (family for family in families() if transformer in family.transformers)
@@ -107,8 +100,12 @@ def get_family(transformer: Any) -> Family:
     return family
 
 
-# a model that is copied or pickled with its patch keeps its family, known by name
-copyreg.pickle(Family, lambda family: (get_family, (family.name,)))
+def _pickled(family: Family) -> Any:
+    """A registered family is pickled by name, so that a copied model keeps it; another one by its facts."""
+    return (get_family, (family.name,)) if family.name in _FAMILIES else object.__reduce_ex__(family, 2)
+
+
+copyreg.pickle(Family, _pickled)
 
 
 def trained_family(transformer: Any) -> Family:
@@ -123,11 +120,7 @@ def _class_of(model: Any) -> type:
 
 
 def supported_instead(kind: str | type) -> str:
-    """Explain that a class is not supported: why it is refused, or how it can be patched without a family.
-
-    Args:
-        kind: the class, or its name.
-    """
+    """Explain that a class, or the name of one, is not supported, and how it can be patched without a family."""
     if (reason := why_refused(kind)) is not None:
         return f"{reason}."
     if (arguments := by_grid(kind)) is not None:

@@ -75,23 +75,17 @@ class Calling:
         return {"guidance_scale": guidance}
 
     def begins_with_picture(self, pipe: Any, config: Any) -> bool:
-        """Whether a pipeline, or its class, gives its picture to the transformer as a first latent frame without noise.
-
-        ``config`` is the transformer's configuration.
-        """
+        """Whether a pipeline, or its class, takes a picture as a first latent frame without noise."""
         return False
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
-        """Generate one sample per prompt.
+        """Generate one sample per prompt: a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
 
         Args:
             pipe: the pipeline, patched or not.
             prompts: text or classes.
             generators: noise of every sample; on the CPU for noise that does not depend on the device.
             **settings: further arguments of the pipeline's call.
-
-        Returns:
-            For every prompt a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
 
         Raises:
             ValueError: the pipeline needs more arguments, such as a picture.
@@ -232,13 +226,7 @@ def label_of(pipe: Any, prompt: str) -> int:
 def class_label(prompt: str, labels: Mapping[str, int], count: int) -> int:
     """Return the number of a class, from its number, its name, or a phrase that ends in its name, such as "a seven".
 
-    Args:
-        prompt: the class.
-        labels: name → number of the classes that a pipeline was trained on.
-        count: number of classes of its transformer; without labels, every number below it is allowed.
-
-    Raises:
-        ValueError: no class has this number or name.
+    ``labels`` are those of the pipeline, by name; without any, each number below ``count`` is a class.
     """
     numbers = {int(label) for label in labels.values()} or range(count)
     text = prompt.strip()

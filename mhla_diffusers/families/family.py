@@ -1,19 +1,17 @@
-"""What is known of a family of models, as data.
-
-Outside of this folder a family's name is compared with that of a patch file or a command alone; nothing else depends on
-it.
-"""
+"""What is known of a family of models, as data; nothing outside of this folder depends on a family's name."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..attention.layout import check_grid
 from ..config import LinearConfig, MHLAConfig, PatchConfig, SparseConfig, kind_of
 from . import grids
 from .calling import Calling
@@ -28,20 +26,24 @@ Reader = Callable[[Any, Mapping[str, Any]], tuple[int, ...]]
 """Returns the token grid, given the transformer and the arguments of its forward by name."""
 
 
+_OF_TEXT = ("attn2.to_k", "attn2.to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context", "txt_mlp")
+"""Parts of the names of linear layers that see the text alone."""
+
+
 def usual_latent_frames(config: Any, frames: int, stride: int) -> int:
     """Return the number of latent frames of a video, whose first frame is encoded by itself."""
     return (frames - 1) // stride + 1
 
 
+def _patchable(transformer: Any, config: PatchConfig) -> None:
+    return None
+
+
 @dataclass(kw_only=True, eq=False)
 class Family:
-    """A family of transformers that can be patched.
+    """A family of transformers that can be patched; sparse attention needs the first facts alone.
 
-    Sparse attention needs the first facts alone. To add a model, make one and pass it to :func:`register_family`;
-    ``docs/models.md`` has an example.
-
-    Raises:
-        ValueError: ``mhla_blocks`` has another number of axes than the token grid.
+    To add a model, make one and pass it to :func:`register_family`; ``docs/models.md`` has an example.
     """
 
     name: str
@@ -56,28 +58,22 @@ class Family:
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     """Attributes of the transformer, or dotted paths, that hold blocks; absent ones are skipped."""
     attentions: tuple[str, ...] = ("attn1", "attn")
-    """Attributes of a block, or dotted paths, that are self-attentions over the tokens of the grid; absent ones are
-    skipped.
-    """
+    """Attributes of a block, or dotted paths, that are self-attentions over the grid; absent ones are skipped."""
     axes: int = 2
     """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
     grid: Reader = grids.latents
     """Reads the token grid; :mod:`.grids` has readers for latents, ids, coordinates and numbers."""
     extra: Counts | Callable[[Mapping[str, Any]], Counts] = (0, 0)
-    """Extra tokens before and after the grid's in the sequence that an attention sees, at most one of them None; or a
-    function that counts them, given the arguments of the transformer's forward by name.
-    """
+    """Extra tokens before and after the grid's, or a function of the forward's named arguments that counts them."""
     rows_alike: bool = False
-    """Whether an attention mask with a row per query has the same row for all queries of the grid, so that the row of
-    the grid's first token is a mask of keys. A mask between tokens, for which it is False, has no sparse form.
-    """
+    """Whether a mask with a row per query has the same row for all queries of the grid, like a mask of keys."""
     pads_behind_grid: bool = False
     """Whether the padding of shorter samples stands behind the grid: with a mask, grids begin at different tokens."""
     dispatches: bool = False
     """Whether the attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     computes: Literal["softmax", "linear"] = "softmax"
     """What the self-attentions compute without a patch."""
-    why_not_patched: Callable[[Any, PatchConfig], str | None] = lambda transformer, config: None
+    why_not_patched: Callable[[Any, PatchConfig], str | None] = _patchable
     """Returns why a transformer cannot have these settings, and what to do instead; None if it can."""
 
     # Sizes and costs
@@ -104,9 +100,7 @@ class Family:
     mhla: AttentionAdapter | None = None
     """How MHLA reads the call of an attention; None for families that it is not trained for."""
     mhla_blocks: tuple[int, ...] = ()
-    """MHLA block counts of a patch that gives none; by default (4, 4), of 16x16 tokens at 1024 px, or the
-    paper's (7, 3, 5) for Wan at 480p.
-    """
+    """MHLA block counts of a patch that gives none; by default (4, 4), or the paper's (7, 3, 5) for Wan at 480p."""
     softmax_processor: str = ""
     """Import path of a processor that computes softmax attention, if the model's own computes another."""
     eps: float = 0.0
@@ -131,6 +125,22 @@ class Family:
             if (part := copy(getattr(self, name))) is not None:
                 part.family = self
                 setattr(self, name, part)
+
+    @classmethod
+    def by_hand(
+        cls, kind: str, grid: grids.Grid | Callable[..., Any], extra: Counts | Callable[..., Any] = (0, 0)
+    ) -> "Family":
+        """Return what a user says of a class without a family; grid and extra tokens may be functions of arguments."""
+        read = partial(_grid_given, grid if callable(grid) else check_grid(grid))
+        count = partial(_extra_given, extra) if callable(extra) else check_counts(extra)
+        return cls(
+            name="", transformers=(kind,), block_lists=(), attentions=(), grid=read, extra=count, latents_name=""
+        )
+
+    @property
+    def knows_layers(self) -> bool:
+        """Whether it says which modules are self-attentions."""
+        return bool(self.attentions)
 
     @property
     def makes_videos(self) -> bool:
@@ -166,6 +176,31 @@ class Family:
             if (found := part_of(block, path)) is not None
         }
 
+    def parts_of(self, block: Any) -> dict[str, tuple[str, Any]]:
+        """Path in a block → which part of a forward's cost it is, and the module."""
+        paths = dict.fromkeys(self.attentions, "self-attention")
+        paths |= {path: "cross-attention" for path in ("attn2",) if path not in paths}
+        paths |= dict.fromkeys(self.feed_forwards, "feed-forward")
+        found = {path: (part, part_of(block, path)) for path, part in paths.items()}
+        return {path: (part, module) for path, (part, module) in found.items() if isinstance(module, nn.Module)}
+
+    def other_flops(self, transformer: Any, grid: tuple[int, ...]) -> int:
+        """Return the FLOPs of a forward of one sample and its longest text, beside self-attention and modulation."""
+        tokens, flops = math.prod(grid), 0
+        sizes = [one.sizes(transformer.config) for one in self.inputs.conditions_of(transformer.config)]
+        text = self.extra_tokens or next((size[0] for size in sizes if len(size) == 2), 0)
+        for block in self.blocks_of(transformer).values():
+            linears: dict[str, int] = {}
+            for path, (part, module) in self.parts_of(block).items():
+                named = module.named_modules()
+                linears |= {f"{path}.{name}": one.weight.numel() for name, one in named if isinstance(one, nn.Linear)}
+                if part == "cross-attention":
+                    flops += 4 * tokens * text * math.prod(self.heads(module))
+            of_text = [name for name in linears if any(mark in name for mark in _OF_TEXT)]
+            others = tokens + (0 if of_text else self.extra_tokens)  # in one stream with the text
+            flops += sum(2 * (text if name in of_text else others) * count for name, count in linears.items())
+        return flops
+
     def heads(self, attn: Any) -> tuple[int, int]:
         """Return the number of heads and head dim of a self-attention."""
         heads = int(attn.heads if hasattr(attn, "heads") else attn.num_heads)
@@ -178,16 +213,22 @@ class Family:
         return self.patch or grids.patch_of(transformer, self.axes)
 
     def grid_of_size(self, transformer: Any, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the token grid of latents of a size along each axis of the grid.
-
-        Raises:
-            ValueError: frames that do not fill the last token.
-        """
+        """Return the token grid of latents of a size along each axis of the grid."""
         return grids.grid_of_size(transformer, size, self.patch)
 
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
         """Return the token grid of latents (B, C, ...), as :meth:`grid_of_size`."""
         return self.grid_of_size(transformer, tuple(latents.shape[-self.axes :]))
+
+    def tokens_of(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], Counts]:
+        """Return token grid and extra tokens of a forward with these arguments; ValueError without a token."""
+        name, kind = self.latents_name, type(transformer).__name__
+        if name and arguments.get(name) is None:
+            raise ValueError(f"{kind} was called without {name}, whose shape gives the token grid.")
+        grid = tuple(map(int, self.grid(transformer, arguments)))
+        if 0 in grid:
+            raise ValueError(f"{name} of {kind} are too small for one token: the token grid is {grid}.")
+        return grid, self.extra(arguments) if callable(self.extra) else self.extra
 
     # Building
 
@@ -198,14 +239,7 @@ class Family:
     def class_settings(
         self, model: Model, height: int, frames: int | None = None, layers: int | None = None
     ) -> dict[str, Any]:
-        """Return the arguments of the class with which a model is built.
-
-        Args:
-            model: which.
-            height: in pixels, which some transformers must know.
-            frames: of a video, too.
-            layers: number of layers to build, at least one; None for all.
-        """
+        """Return the arguments of the class that build a model for a height in pixels, with all layers or some."""
         built = layers or model.layers
         others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
         known = inspect.signature(self.transformer_class(model.transformer)).parameters
@@ -228,11 +262,8 @@ class Family:
     def complete(self, settings: Mapping[str, Any]) -> PatchConfig:
         """Return the settings of a patch: those given, whose names decide which attention it runs, and the family's.
 
-        Blocks that are not given are the family's, and are fitted to the grid of every call.
-
-        Raises:
-            ValueError: unknown fields, those of two attentions or of one that the family cannot have, or values that
-                are not allowed.
+        Blocks that are not given are the family's, and are fitted to the grid of every call. ValueError for settings of
+        two attentions, or of one that the family cannot have.
         """
         kind = kind_of(settings, SparseConfig if self.computes == "softmax" else MHLAConfig, MHLAConfig)
         usual: dict[str, Any] = {}
@@ -247,16 +278,20 @@ def part_of(module: Any, path: str) -> Any:
     return reduce(lambda found, name: getattr(found, name, None), path.split("."), module)
 
 
-def named_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model's forward by name; those of ``*args`` are numbered."""
-    if not args:
-        return {**kwargs}
-    names = _names_of_arguments(type(model).forward)
-    return {**{names[i] if i < len(names) else f"args{i}": value for i, value in enumerate(args)}, **kwargs}
+def check_counts(extra: Any) -> Counts:
+    """Return counts of extra tokens before and after the grid; ValueError unless they are two, at most one None."""
+    counts = tuple(extra) if isinstance(extra, tuple | list) else ()
+    if len(counts) != 2 or counts.count(None) == 2 or not all(n is None or (type(n) is int and n >= 0) for n in counts):
+        raise ValueError(
+            f"extra={extra!r} must be two counts of tokens before and after the grid, such as (0, 77), or (0, None) "
+            "for any number."
+        )
+    return counts
 
 
-@cache
-def _names_of_arguments(method: Any) -> tuple[str, ...]:
-    parameters = inspect.signature(method).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(one.name for one in parameters if one.kind in kinds)[1:]
+def _grid_given(grid: Any, transformer: Any, arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    return check_grid(grid(**arguments) if callable(grid) else grid)
+
+
+def _extra_given(extra: Callable[..., Any], arguments: Mapping[str, Any]) -> Counts:
+    return check_counts(extra(**arguments))

@@ -4,9 +4,11 @@ Each returns (frames, height, width) or (height, width) in tokens. Those that re
 because it waits for the device; in a compiled graph the grid is then a constant, which every call checks on the device.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cache, wraps
+from operator import floordiv
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,21 @@ _IMAGE = 2
 """Ideogram 4's indicator of an image's token."""
 
 
+def named_arguments(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model's forward by name; those of ``*args`` are numbered."""
+    if not args:
+        return {**kwargs}
+    names = _names_of_arguments(type(model).forward)
+    return {**{names[i] if i < len(names) else f"args{i}": value for i, value in enumerate(args)}, **kwargs}
+
+
+@cache
+def _names_of_arguments(method: Any) -> tuple[str, ...]:
+    parameters = inspect.signature(method).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(one.name for one in parameters if one.kind in kinds)[1:]
+
+
 # The grid is the latents' shape
 
 
@@ -36,23 +53,14 @@ def patch_of(transformer: Any, axes: int) -> tuple[int, ...]:
 
 
 def grid_of_size(transformer: Any, size: tuple[int, ...], patch: tuple[int, ...] | None = None) -> Grid:
-    """Return the token grid of latents of a size, (H, W) or (F, H, W).
-
-    Args:
-        transformer: whose configuration gives the patch, if none is given.
-        size: of the latents.
-        patch: latents per token along each axis.
-
-    Raises:
-        ValueError: frames that do not fill the last token.
-    """
+    """Return the token grid of latents (H, W) or (F, H, W); ValueError for frames that do not fill the last token."""
     patch = patch or patch_of(transformer, len(size))
     if len(size) == 3 and size[0] % patch[0]:
         raise ValueError(
             f"{size[0]} latent frames do not divide by {patch[0]}, the latent frames per token of this "
             f"{type(transformer).__name__}; give a multiple of {patch[0]}."
         )
-    return tuple(side // length for side, length in zip(size, patch, strict=True))
+    return tuple(map(floordiv, size, patch))
 
 
 def latents(transformer: Any, arguments: Arguments) -> Grid:
@@ -148,11 +156,7 @@ def image_shapes(transformer: Any, arguments: Arguments) -> Grid:
 
 
 def image_ids(transformer: Any, arguments: Arguments) -> Grid:
-    """``img_ids`` (N, 3 or 4) or (B, N, 3 or 4) are picture, row and column of every token of one picture.
-
-    Raises:
-        ValueError: several pictures, given here or cached.
-    """
+    """``img_ids`` (N, 3 or 4) or (B, N, 3 or 4) are picture, row and column of every token of one picture."""
     for name in ("kv_cache_mode", "image_cond_hidden_states"):
         if arguments.get(name) is not None:
             raise ValueError(
@@ -187,8 +191,7 @@ def minimax_h3(transformer: Any, arguments: Arguments) -> Grid:
 def read_once(read: Callable[..., Found]) -> Callable[..., Found]:
     """Decorator of a function that reads values of tensors: cached on the first one until its values change.
 
-    A compiled graph takes the result as a constant. A tensor made in inference mode has no version counter, so it is
-    read every time.
+    A compiled graph takes the result as a constant; a tensor made in inference mode is read every time.
     """
 
     @wraps(read)
@@ -239,8 +242,8 @@ def _lengths(ids: Tensor, first: int) -> Tensor:
 def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
     """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
 
-    Counts the tokens of the first token's row and of its column. A second picture adds to both counts, and bfloat16
-    rounds no larger number to 0.
+    Counts the tokens of the first token's row and column: a second picture adds to both, and bfloat16 rounds no larger
+    number to 0.
     """
     width, height = _lengths(ids, first).tolist()
     if height * width != ids.shape[-2] - first:
@@ -254,10 +257,7 @@ def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
 
 @read_once
 def _grid_of_coordinates(coordinates: Tensor) -> tuple[int, ...]:
-    """Return the grid of coordinates (B, 3, N): time, height and width of every token.
-
-    It begins at the first token of time 0. Tokens before it are conditioning frames, at later times.
-    """
+    """Return the grid of coordinates (B, 3, N) from the first token of time 0 on; conditioning frames come before."""
     places = coordinates[0].cpu()
     at_zero = (places[0] == 0).nonzero()
     grid = _grid_of_places(places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :])

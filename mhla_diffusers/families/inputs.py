@@ -39,14 +39,7 @@ class Condition(NamedTuple):
 
 
 def masked_text(tokens: int, width: str, dtype: torch.dtype, output: int = 1) -> tuple[Condition, Condition]:
-    """Return the usual arguments for a text, padded to a number of tokens, and for its mask.
-
-    Args:
-        tokens: of the padded text.
-        width: setting of the transformer's configuration that holds the text's channels.
-        dtype: of the mask, int64 or bool.
-        output: index of the mask in what the pipeline's ``encode_prompt`` returns; the text's is 0.
-    """
+    """Return the usual arguments for a text of so many padded tokens, and its mask; ``output`` is the mask's index."""
     mask = Condition("encoder_attention_mask", (tokens,), output, dtype)
     return Condition("encoder_hidden_states", (tokens, width)), mask
 
@@ -82,11 +75,7 @@ class Inputs:
         return self.conditions
 
     def conditioning_shapes(self, config: Any) -> Sample:
-        """Return what conditions a transformer of this configuration, on the meta device, without values.
-
-        Raises:
-            ValueError: the family does not say what conditions the model.
-        """
+        """Return what conditions a transformer of this configuration, on the meta device, without values."""
         conditions = self.conditions_of(config)
         if not conditions:
             raise undefined(self, "what conditions the model", "conditioning_shapes")

@@ -1,8 +1,7 @@
 """How MHLA reads the call of a self-attention: before RoPE, which acts behind the feature map.
 
-A patched attention runs three steps: ``read`` makes :class:`AttentionInputs` of the arguments of the call, MHLA attends
-with these, and ``project_output`` makes the attention's return value. One adapter each serves SANA, the plain attention
-of DiT and PixArt, and Wan with those that share its attention.
+``read`` makes :class:`AttentionInputs` of the arguments of the call, MHLA attends with these, and ``project_output``
+makes the attention's return value. One adapter each serves SANA, the plain attention of DiT and PixArt, and Wan.
 """
 
 import math
@@ -48,10 +47,7 @@ class AttentionInputs:
 
 
 class AttentionAdapter:
-    """Self-attention over the tokens of the grid alone, as in Wan, SANA and DiT.
-
-    Adapters have no state. They expect ``to_q``, ``to_k``, ``to_v``, ``to_out``, optional ``norm_q`` and ``norm_k``,
-    and ``heads``, as diffusers' ``Attention`` and its relatives have them.
+    """Self-attention over the tokens of the grid alone, as in Wan, SANA and DiT, read as diffusers' ``Attention``.
 
     Args:
         class_path: end of the import path of the self-attentions' class, if no other family uses that class.
@@ -80,10 +76,7 @@ class AttentionAdapter:
         return self.class_path is not None and path.endswith(f".{self.class_path}")
 
     def grid_of(self, attn: Any, rotary: Rotary) -> Shape | None:
-        """Return the token grid that RoPE's tables imply; None for another model, or no grid.
-
-        With it diffusers' own ``set_attn_processor`` needs no ``grid``.
-        """
+        """Return the token grid that RoPE's tables imply; None for another model, or no grid."""
         return None
 
     def heads(self, attn: Any) -> tuple[int, int]:
@@ -98,14 +91,10 @@ class AttentionAdapter:
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int | None = None) -> AttentionInputs:
         """Interpret the arguments of a call, and project to query, key and value.
 
-        Args:
-            attn: the attention.
-            arguments: of its call.
-            grid: token grid.
-            tokens: of the grid on this process; None for all.
+        ``tokens`` is the number of the grid's tokens on this process; None for all.
 
         Raises:
-            ValueError: a mask that is not a key-padding mask, or another number of tokens than the grid has.
+            ValueError: a mask that is not a key-padding mask, or another number of tokens.
         """
         hidden_states, mask = arguments["hidden_states"], arguments.get("attention_mask")
         count, tokens = hidden_states.shape[1], math.prod(grid) if tokens is None else tokens
@@ -163,8 +152,8 @@ _LAID_OUT: set[tuple[int, ...]] = set()
 def grid_of_table(table: Any) -> tuple[int, ...]:
     """Return the token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
 
-    The table is a flattened (frames, height, width, D), and outside of inference mode a view of it. Once the
-    coordinates have been checked against that shape, the shape alone is enough, and nothing waits for the device.
+    The table is often a view of a (frames, height, width, D). Once the coordinates have been checked against that
+    shape, the shape alone is enough, and nothing waits for the device.
     """
     laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
     if laid_out in _LAID_OUT:
@@ -186,11 +175,8 @@ def grid_of_table(table: Any) -> tuple[int, ...]:
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
     """Return the (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
 
-    A bias that softmax attention adds to a key's scores multiplies the key's weight by its exponential, which linear
-    attention can do too. It cannot apply a mask that differs between queries.
-
     Raises:
-        ValueError: if the mask is not the same for every query, or holds integers.
+        ValueError: the mask is not the same for every query, or holds integers.
     """
     shape = tuple(attention_mask.shape)
     if shape not in ((batch, tokens), (batch, 1, tokens), (batch, 1, 1, tokens)):
@@ -203,7 +189,11 @@ def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> t
             f"A mask of {attention_mask.dtype} is ambiguous; give bool (True: attend) or the floating-point bias "
             "added to the scores, for example mask.bool()."
         )
-    mask = attention_mask.reshape(batch, tokens)
+    return key_weights(attention_mask.reshape(batch, tokens))
+
+
+def key_weights(mask: torch.Tensor) -> torch.Tensor:
+    """Return weights of keys for a mask of softmax attention, (B, N): bool, or what is added to the scores."""
     if mask.dtype == torch.bool:
         return mask
     # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
@@ -223,10 +213,7 @@ def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
 
 
 def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:
-    """Bring (B, N, H * D) to (B, N, H, D), normed; a norm across heads acts before the split, any other after it.
-
-    Keys and values that groups of heads share are repeated.
-    """
+    """Bring (B, N, H * D) to (B, N, H, D); a norm across heads acts before the split, any other after it."""
     head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
 
     def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:

@@ -30,9 +30,7 @@ class Model:
     """A configuration of a transformer, and the sizes at which it is measured."""
 
     name: str
-    """For example "wan2.1-1.3b". Names that begin with "tiny" are for trying commands out: these have random weights
-    and fewer layers than the trained pipeline of the same name; only tiny-wan has that pipeline's shape.
-    """
+    """Names that begin with "tiny" are for trying commands out; only tiny-wan has its trained pipeline's shape."""
     transformer: str
     """Class name."""
     heads: int
@@ -96,15 +94,7 @@ def tiny_video(name: str, transformer: str, settings: Mapping[str, Any], **diffe
 
 
 def strides_of(vae: Mapping[str, Any], *, of_videos: bool = False) -> tuple[int, int]:
-    """Return the frames per latent frame after the first one, and pixels per latent along height and width.
-
-    Args:
-        vae: configuration of an autoencoder, with the strides or with stages that each halve.
-        of_videos: whether the first is needed; otherwise 1 where it is unknown, as for autoencoders of images.
-
-    Raises:
-        ValueError: it holds neither.
-    """
+    """Return an autoencoder's frames per latent frame after the first one, and pixels per latent."""
     temporal = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio")
     spatial = vae.get("scale_factor_spatial") or vae.get("spatial_compression_ratio")
     stages = vae.get("encoder_block_out_channels") or vae.get("block_out_channels")

@@ -1,7 +1,4 @@
-"""The diffusion process of each family: how latents are noised and what the model learns to predict.
-
-Shapes: B batch, C channels, then the axes of the latents, the first of a video being F frames.
-"""
+"""How latents, (B, C, F, H, W) or (B, C, H, W), are noised in each family, and what the model learns to predict."""
 
 import math
 from abc import ABC, abstractmethod
@@ -24,9 +21,7 @@ class NoisedBatch:
     noise: Tensor
     """Like ``latents``."""
     time: Tensor
-    """(B,): σ in (0, 1) for flow matching, the integer step for DDPM. With a time for every frame (B, F), 0 for frames
-    that are clean and not predicted.
-    """
+    """(B,): σ in (0, 1), or the integer step for DDPM; of every frame (B, F), with 0 for clean ones."""
     hidden_states: Tensor
     """Like ``latents``, noised: the transformer's input."""
     timestep: Tensor
@@ -78,12 +73,8 @@ class DiffusionProcess(ABC):
 class FlowMatching(DiffusionProcess):
     """Straight paths to the noise; the model predicts the velocity, noise − latents, and takes 1000 σ.
 
-    σ follows a shifted logit-normal distribution.
-
-    Args:
-        shift: σ ↦ shift σ / (1 + (shift − 1) σ); 3.0 for Wan at 480p and SANA, 1.0 for none.
-        timestep_scale: factor on the timestep, 1.0 but for some SANA models.
-        channels: see :attr:`DiffusionProcess.channels`.
+    σ follows a logit-normal distribution, shifted: σ ↦ shift σ / (1 + (shift − 1) σ), by 3.0 for Wan at 480p and SANA.
+    Some SANA models scale their timestep.
     """
 
     def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
@@ -199,11 +190,8 @@ class VelocityDDPM(_DDPM):
     """CogVideoX: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents, up to pure noise at the last step.
 
     Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it. √β grows linearly from √0.00085
-    to √0.012 over 1000 steps, whose amplitudes are then stretched so that the last one is 0.
-
-    Args:
-        snr_shift: divides the ratio ᾱ / (1 − ᾱ) of every step: 3.0 for CogVideoX-2B, 1.0 (none) for the others.
-        channels: see :attr:`DiffusionProcess.channels`.
+    to √0.012 over 1000 steps, whose amplitudes are then stretched so that the last one is 0. ``snr_shift`` divides the
+    ratio ᾱ / (1 − ᾱ) of every step: 3.0 for CogVideoX-2B.
     """
 
     def __init__(self, snr_shift: float = 1.0, *, channels: int | None = None) -> None:

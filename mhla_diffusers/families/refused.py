@@ -29,11 +29,7 @@ BY_GRID = {
 
 
 def why_refused(kind: Any) -> str | None:
-    """Return why a class of diffusers, or one derived from it, cannot be patched; None if nothing is known against it.
-
-    Args:
-        kind: the class, or its name.
-    """
+    """Return why a class of diffusers, one derived from it, or one of this name cannot be patched."""
     return _found(kind, REFUSED)
 
 

@@ -1,7 +1,4 @@
-"""All families of the package, as one table of facts.
-
-Comments say what names do not: where else a model attends, and which tokens it has besides the grid's.
-"""
+"""All families as one table; comments say where else a model attends, and which tokens it has besides the grid's."""
 
 import math
 from collections.abc import Mapping

@@ -33,10 +33,7 @@ class Training:
         return self.family.inputs
 
     def process(self, transformer: Any, flow_shift: float) -> DiffusionProcess:
-        """Return the process that the model was trained with, by default flow matching.
-
-        Channels of a picture, which a video model takes and does not predict, stay clean.
-        """
+        """Return the process that the model was trained with; channels of a picture are not noised."""
         config = transformer.config
         if self.ddpm is not None:
             return self.ddpm()
@@ -59,14 +56,10 @@ class Training:
     # Encoding
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode clips to latents in the transformer's scale; a first latent frame that is a picture by itself.
+        """Encode clips (B, 3, F, H, W) in [-1, 1], on the autoencoder's device and in its type.
 
-        Args:
-            pipe: pipeline with its autoencoder.
-            pixels: (B, 3, F, H, W) in [-1, 1], on the autoencoder's device and in its type.
-
-        Returns:
-            float32 (B, C, F, H, W), or (B, C, H, W) for images.
+        Returns latents in the transformer's scale, float32 (B, C, F, H, W), or (B, C, H, W) for images; a first latent
+        frame that is a picture is encoded by itself.
         """
         latents = self.encoded(pipe, pixels)
         if not self.family.calling.begins_with_picture(pipe, pipe.transformer.config):
@@ -80,11 +73,7 @@ class Training:
         return scaled_latents(pipe.vae, latents.float())
 
     def encode_picture(self, pipe: Any, pixels: Tensor) -> Sample:
-        """Return the kwargs of the transformer's forward that come from a clip (1, 3, F, H, W).
-
-        By default none, beside :data:`~.processes.KNOWN_FRAMES`, the number of given latent frames, where the first is
-        a picture.
-        """
+        """Return the forward's kwargs that come from a clip (1, 3, F, H, W), by default the number of given frames."""
         return (
             {KNOWN_FRAMES: torch.tensor(1)}
             if self.family.calling.begins_with_picture(pipe, pipe.transformer.config)
@@ -92,19 +81,12 @@ class Training:
         )
 
     def picture_settings(self, pipe: Any, pixels: Tensor) -> Mapping[str, Any]:
-        """Return the settings of :meth:`encode_prompt` that come from a clip (1, 3, F, H, W).
-
-        By default its first frame as ``image``, where prompts of videos are encoded with a picture.
-        """
+        """Return settings of :meth:`encode_prompt` from a clip (1, 3, F, H, W): by default its first frame."""
         is_taken = self.family.makes_videos and "image" in inspect.signature(pipe.encode_prompt).parameters
         return {"image": first_picture(pipe, pixels)} if is_taken else {}
 
     def beside(self, pipe: Any, latents: Tensor, *pictures: Tensor) -> Tensor:
-        """Add channels of pictures, each (B, C, F, H, W) with at most the latents' frames, filled up with zeros.
-
-        Raises:
-            ValueError: the transformer takes another number of channels.
-        """
+        """Add channels of pictures, each (B, C, F, H, W) with at most the latents' frames, filled up with zeros."""
         frames, wanted = latents.shape[2], self.inputs.channels(pipe.transformer.config)
         filled = [functional.pad(one, (0, 0, 0, 0, 0, frames - one.shape[2])) for one in pictures]
         found = torch.cat([latents, *filled], dim=1)
@@ -118,10 +100,7 @@ class Training:
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
         """Return the kwargs of the transformer's forward for a prompt, without a batch axis, by default ``conditions``.
 
-        Args:
-            pipe: pipeline with its text encoder.
-            prompt: text, or a class; "" for the empty prompt.
-            settings: of the pipeline's call; settings that ``encode_prompt`` does not take are ignored.
+        ``settings`` are of the pipeline's call; those that ``encode_prompt`` does not take are ignored.
 
         Raises:
             ValueError: a prompt that the model does not know, or the family does not define how prompts are encoded.
@@ -283,10 +262,10 @@ class CogVideoXTraining(Training):
         return VelocityDDPM(snr_shift, channels=int(transformer.config.out_channels))
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode to (B, 16, F, H, W); the first frame is repeated to fill its token.
+        """Encode to (B, 16, F, H, W); the first frame is repeated to fill its token, where the pipeline drops frames.
 
-        In its place the pipeline generates frames that it does not decode. For image-to-video (B, 32, F, H, W), with
-        the latents of the first frame; some checkpoints have them on the autoencoder's scale, divided by its factor.
+        For image-to-video (B, 32, F, H, W), with the latents of the first frame; some checkpoints have them on the
+        autoencoder's scale, divided by its factor.
         """
         latents = super().encode_pixels(pipe, pixels)
         missing = self.family.latent_frames(pipe.transformer.config, latents.shape[2], 1) - latents.shape[2]
@@ -307,11 +286,7 @@ def first_picture(pipe: Any, pixels: Tensor) -> Any:
 
 
 def scaled_latents(vae: Any, latents: Tensor) -> Tensor:
-    """Scale an autoencoder's latents (B, C, ...) as transformers take them.
-
-    Uses the autoencoder's mean and deviation per channel, from its buffers or configuration, or its one shift, and its
-    ``scaling_factor``; those that it lacks change nothing.
-    """
+    """Scale an autoencoder's latents (B, C, ...) as transformers take them, by its mean or shift, and its factor."""
     shift, scale = _scale_of(vae, latents)
     return (latents - shift) * scale
 

@@ -12,11 +12,10 @@ from .finding import (
     require_patched,
 )
 from .layer import MHLALayer
-from .loading import load_mhla, read_record
 from .patch import apply_mhla, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor
 from .patched import Patched
 from .processor import MHLAProcessor
-from .saving import PATCH_FILE, Weights, save_mhla
+from .saving import PATCH_FILE, Weights, load_mhla, read_record, save_mhla
 
 __all__ = [
     "MHLALayer",

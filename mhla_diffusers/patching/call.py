@@ -1,14 +1,15 @@
 """The running call: what the attentions of a forward need to know of it, per thread.
 
 A hook on the transformer sets an immutable :class:`Call` before a forward and takes it back after it; a hook on every
-patched self-attention says which layer runs. The call belongs to the forward and not to the layers, which two threads
-share and which PEFT, ``deepcopy`` and gradient checkpointing copy or run again.
+patched self-attention says which layer runs. The call belongs to the forward, because two threads share the layers, and
+PEFT, ``deepcopy`` and gradient checkpointing copy them or run them again.
 """
 
 import logging
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,113 +18,165 @@ import torch
 from ..attention.call import ContentRule
 from ..attention.layout import Extra, Shape
 from ..config import Step
-from .residual import BranchState, Errors, Run
+from ..families import Counts
+from .residual import BranchState, Errors
 
-logger = logging.getLogger(__name__)
 
-Counts = tuple[int | None, int | None]
-"""Numbers of extra tokens before and after the grid's; None means as many as the sequence holds."""
+class Log:
+    """Lines that are logged once, with the logger of a patch or an engine."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self.logger = logger
+        self._said: set[str] = set()
+        self._summary = ""
+
+    def once(self, level: int, line: str) -> None:
+        """Log a line the first time."""
+        if line not in self._said:
+            self._said.add(line)
+            self.logger.log(level, "%s", line)
+
+    def summary(self, tally: "Tally") -> None:
+        """Log what a call has counted, unless the call before counted the same."""
+        if str(tally) not in ("", self._summary):
+            self._summary = str(tally)
+            self.logger.info("MHLA: %s", tally)
 
 
 class Tally:
-    """Counts the attentions of a running call that were sparse and dense, and logs why some stayed dense.
+    """What one running call has counted and measured of a patch: its sparse and dense attentions, and their errors."""
 
-    Args:
-        logger: of the engine, so that the lines stand among its own.
-    """
-
-    def __init__(self, logger: logging.Logger = logger) -> None:
-        self.logger = logger
+    def __init__(self, log: Log) -> None:
+        self.log = log
         self.sparse = 0
         self.dense: Counter[str] = Counter()
-        self.latest = ""
-        """:meth:`summary` of the latest call that has ended."""
-        self._logged: set[str] = set()
+        self.errors: Errors = {}
 
     def note_dense(self, reason: str, query: torch.Tensor, level: int = logging.INFO) -> None:
-        """Count a dense attention; its reason is logged once for each shape of query."""
+        """Count a dense attention; its reason is logged once per shape of query."""
         self.dense[reason] += 1
-        self.log_once(level, f"dense attention for query {tuple(query.shape)}: {reason}")
+        self.log.once(level, f"MHLA: dense attention for query {tuple(query.shape)}: {reason}.")
 
-    def log_once(self, level: int, words: str) -> None:
-        """Log a line the first time."""
-        if words not in self._logged:
-            self._logged.add(words)
-            self.logger.log(level, "MHLA: %s.", words)
-
-    def summary(self) -> str:
-        """Return for example "sparse in 1,160 of 1,200 attentions, 40 dense: dense steps"; empty before the first."""
+    def __str__(self) -> str:
+        """For example "sparse in 1,160 of 1,200 attentions, 40 dense: dense steps"; empty before the first."""
         count = self.sparse + self.dense.total()
         reasons = "".join(f", {number:,} dense: {reason}" for reason, number in self.dense.most_common())
         return f"sparse in {self.sparse:,} of {count:,} attentions{reasons}" if count else ""
 
-    def end(self) -> None:
-        """Log the summary of a call that has ended, and begin again."""
-        if (summary := self.summary()) and summary != self.latest:
-            self.logger.info("MHLA: %s", summary)
-            self.latest = summary
-        self.sparse = 0
-        self.dense.clear()
-
 
 class Seen(NamedTuple):
-    """One patched attention, as it is shown while a patch is measured. Tensors are (B, N, H, D), after RoPE."""
+    """One patched attention, shown while a patch is measured. Tensors are (B, N, H, D), after RoPE."""
 
     layer: str
-    """Name of the self-attention."""
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     grid: Shape
     extra: Extra
-    """Tokens before and after the grid's."""
     key_mask: torch.Tensor | None
     exact: Callable[[], torch.Tensor]
     """Computes the output of the model's own attention."""
     reference: Callable[[], torch.Tensor]
-    """Computes that of the patched one in float64."""
+    """Computes the patched output in float64."""
     output: torch.Tensor
-    """That of the patched one."""
 
 
 Watch = Callable[[Seen], torch.Tensor]
-"""Returns what an attention goes on with."""
+
+
+class Run:
+    """One running call of a pipeline: how far it is, and its branches and tally of every patch."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.tallies: dict[Hashable, Tally] = {}
+        """By the patch's id."""
+        self._timesteps: object = None
+        self._first: Hashable = None
+        self._branches: dict[Hashable, list[BranchState]] = {}
+        """By the patch's id, or an engine's name."""
+        self._used: set[BranchState] = set()
+
+    def branch(self, owner: Hashable, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
+        """Return the branch that a forward belongs to, and whether the forward begins a step.
+
+        A branch is identified by its conditions, or by its order within a step if the pipeline recreates them.
+        """
+        last = self.step
+        if last is None or step.count != last.count or step.index < last.index or timesteps is not self._timesteps:
+            self.clear()
+        begins = self.begin(step)
+        if begins and owner != self._first:  # another expert has taken over
+            self._branches.clear()
+            self._first = owner
+        self._timesteps = timesteps
+        branches = self._branches.setdefault(owner, [])
+        free = [one for one in branches if one not in self._used]
+        if not free:
+            branches.append(BranchState())
+            free = branches[-1:]
+        found = next((one for one in free if one.conditions() is conditions), free[0])
+        self._used.add(found)
+        if found.conditions() is not None and found.conditions() is not conditions:  # the earlier tensors still exist
+            found.residuals.clear()
+        if conditions is not None:
+            found.conditions = weakref.ref(conditions)
+        return found, begins
+
+    def begin(self, step: Step) -> bool:
+        """Begin a forward, and return whether it begins a step.
+
+        A branch that a whole step did not use has ended, as guidance or an expert of Wan 2.2 does.
+        """
+        begins = self.step != step
+        if begins:
+            for branches in self._branches.values():
+                branches[:] = filter(self._used.__contains__, branches)
+            self._used.clear()
+        self.step = step
+        return begins
+
+    def named(self, name: Hashable) -> BranchState:
+        """Return the branch of a name, for an engine that distinguishes its branches itself."""
+        branches = self._branches.setdefault(name, [])
+        if not branches:
+            branches.append(BranchState())
+        self._used.add(branches[0])
+        return branches[0]
+
+    def clear(self) -> None:
+        """Forget everything, as after a forward that failed."""
+        self._branches.clear()
+        self._used.clear()
+        self.step = self._timesteps = None
 
 
 class Call(NamedTuple):
     """One forward of a patched model, as its attentions see it."""
 
     patch: Any = None
-    """The patch whose forward runs."""
+    """The :class:`Patched` whose forward runs, or an engine."""
     grid: Shape = ()
     extra: Counts = (0, 0)
-    """Extra tokens before and after the grid's, in the sequence that an attention sees."""
     rows_alike: bool = False
-    """Whether a mask with a row for every query is the same for all queries of the grid."""
     pads_behind_grid: bool = False
-    """Whether a mask means that the grids of samples begin at different tokens."""
     dense_layers: int = 0
     """How many attentions over the grid stay dense first, in a model whose layers are not known."""
     step: Step | None = None
-    """The denoising step; None if it is unknown, or outside of sampling."""
+    """None if it is unknown, or outside of sampling."""
     is_dense: bool = False
-    """Whether the step runs full attention."""
     records_residual: bool = False
-    """Whether it also measures what sparse attention loses."""
     branches: tuple[BranchState, ...] = ()
     """Where residuals are, for every equal part of the batch; empty if none are kept."""
     run: Run | None = None
-    """The running call of a pipeline that it belongs to; None outside of sampling."""
-    errors: Errors | None = None
-    """Where dense steps write what they have measured."""
     split: Any = None
-    """The processes over which the tokens of MHLA are split; None for one process."""
+    """The processes over which the tokens of MHLA are split."""
     mode: Any = None
     """What answers PyTorch's function during the forward; None in models that dispatch."""
     tally: Tally | None = None
     watch: Watch | None = None
     rule: ContentRule | None = None
-    """How lists are chosen on the grid; None where it was not looked up for the whole forward."""
+    """How lists are chosen on the grid; None to look it up."""
     outer: Any = None
     """The call in which the forward began, such as that of a student that asks a patched teacher."""
 
@@ -141,9 +194,7 @@ class _Held:
     backend: str | None = None
     """Backend that the user has chosen for the attention that runs; None for diffusers' active one."""
     in_every_step = False
-    """Whether patches run in every step, for forwards outside of sampling."""
     off: tuple[Any, ...] = ()
-    """Patches that are switched off."""
 
 
 class _Thread(threading.local):
@@ -195,59 +246,43 @@ def switched_off(*patches: Any) -> Iterator[None]:
         state.off = tuple(off)
 
 
-def is_off(patch: Any) -> bool:
-    """Whether a patch is switched off in this thread."""
-    return patch in held().off
-
-
 class LayerHook:
-    """Says which self-attention runs, before and after its forward.
+    """Says which self-attention runs, before and after its forward."""
 
-    Args:
-        number: of the layer.
-    """
+    KEY = "mhla"
+    CHOSEN_BACKEND = "_backend_before_mhla"
+    """Attribute of a processor that keeps the attention backend which the user has chosen."""
 
     def __init__(self, number: int) -> None:
-        self.number = torch.tensor(number, device="cpu")
-        """A tensor, so that compiled blocks share a graph."""
+        self.number = torch.tensor(number, device="cpu")  # a tensor, so that compiled blocks share a graph
 
     def attach(self, attn: torch.nn.Module) -> None:
         """Hook an attention. Fixed keys in place of PyTorch's running numbers, which would be guards of every graph."""
-        attn._forward_pre_hooks[KEY] = self.begin  # type: ignore[index]
-        attn._forward_hooks[KEY] = self.end  # type: ignore[index]
-        attn._forward_hooks_always_called[KEY] = True  # type: ignore[index]
+        attn._forward_pre_hooks[self.KEY] = self.begin  # type: ignore[index]
+        attn._forward_hooks[self.KEY] = self.end  # type: ignore[index]
+        attn._forward_hooks_always_called[self.KEY] = True  # type: ignore[index]
 
-    @staticmethod
-    def detach(attn: torch.nn.Module) -> None:
+    @classmethod
+    def detach(cls, attn: torch.nn.Module) -> None:
         """Undo :meth:`attach`."""
         for hooks in (attn._forward_pre_hooks, attn._forward_hooks, attn._forward_hooks_always_called):
-            hooks.pop(KEY, None)  # type: ignore[call-overload]
+            hooks.pop(cls.KEY, None)  # type: ignore[call-overload]
 
     def begin(self, module: Any, args: Any) -> None:
         """Before the forward."""
         state = held()
         state.layer, state.part = self.number, 0
-        state.backend = getattr(getattr(module, "processor", None), CHOSEN_BACKEND, None)
+        state.backend = getattr(getattr(module, "processor", None), self.CHOSEN_BACKEND, None)
 
     def end(self, module: Any, args: Any, output: Any) -> None:
         """After the forward, also one that failed."""
         held().layer = None
 
 
-KEY = "mhla"
-"""Under which hooks are registered with a module."""
-CHOSEN_BACKEND = "_backend_before_mhla"
-"""Attribute of a processor that keeps the attention backend which the user has chosen."""
-
-
 class CarryingCheckpoint:
-    """diffusers' function that runs a block under gradient checkpointing; the call goes along.
-
-    The block runs again during the backward pass, possibly in another thread and after other forwards.
-    """
+    """diffusers' gradient checkpointing of a block: the call goes along when it runs again, maybe in another thread."""
 
     ATTRIBUTE = "_gradient_checkpointing_func"
-    """Attribute of a diffusers transformer."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -261,8 +296,7 @@ class CarryingCheckpoint:
         def run(*again: Any) -> Any:
             if held().call is call:  # the forward itself
                 return block(*again)
-            mode = None if call is None else call.mode
-            with within(call), mode or nullcontext():
+            with within(call), (None if call is None else call.mode) or nullcontext():
                 return block(*again)
 
         return self.checkpoint(run, *args)

@@ -15,12 +15,9 @@ from ..reporting import from_to, scaled, text_table, times
 from ..settings import PositiveInteger, check_value
 from .finding import find_patched, find_transformers
 from .layer import layer_of
-from .patched import Patched
+from .patched import NOT_SEEN, Patched
 from .processor import MHLAProcessor
 from .residual import residual_bytes
-
-_OF_TEXT = ("attn2.to_k", "attn2.to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context")
-"""Ends of the names of linear layers that see the text alone."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,6 @@ class LayerDescription:
 
     name: str
     processor: str
-    """Class of the processor that runs."""
     config: PatchConfig | None
     """Settings of its patch; None for a layer that was kept."""
     runs_mhla: bool
@@ -39,7 +35,6 @@ class LayerDescription:
     sizes: AttentionSizes | None
     """What its cost on the grid is counted from; None while the grid is unknown."""
     extra_parameters: int
-    """Parameters that the patch adds."""
     density: float | None
     """Part of all pairs of uniform blocks that is listed; of causal MHLA part of the pairs of tokens in own blocks,
     among those that the attention before the patch sees; None where nothing is attended to with softmax."""
@@ -94,71 +89,71 @@ class LayerDescription:
 class Description(list[LayerDescription]):
     """The layers of a model; printed, it begins with the attention that runs and has a table."""
 
-    inactive_lora: str | None = None
-    """Why the patch's LoRA does not run now; None if it does, or there is none."""
-    errors: tuple[str, ...] = ()
-    """What dense steps have measured of the latest call."""
-    any_model: str | None = None
-    """What a patch of a model without a family runs, whose layers are not known."""
+    notes: tuple[str, ...] = ()
+    """What dense steps have measured, why the patch's LoRA does not run, and what is known of a model without layers.
+    """
 
     def __repr__(self) -> str:
         return str(self)  # at a prompt and in a notebook too
 
     def __str__(self) -> str:
-        if self.any_model is not None:
-            return self.any_model
-        # what all layers have in common stands outside of the table, so that this fits a terminal
-        lines = [*filter(None, dict.fromkeys(layer.summary() for layer in self))]
-        columns: dict[str, list[str]] = {"layer": [], "attention": [], "grid": []}
-        columns |= {name: [] for name in ("MHLA blocks", "tokens per block", "density", "extra parameters")}
-        off = 0
+        if not self:
+            return "\n".join(self.notes)
+        patched = [layer for layer in self if layer.config is not None]
+        off = sum(not layer.runs_mhla for layer in patched)
+        added = sum(layer.extra_parameters for layer in self)
+        end = f"; the patch does not run in {off} of them now" if off else ""
+        lines = [  # what all layers have in common stands outside of the table, so that this fits a terminal
+            *filter(None, dict.fromkeys(layer.summary() for layer in self)),
+            self._table(),
+            *dict.fromkeys(dense_in_words(one.config) for one in patched if one.config and one.config.has_dense_steps),
+            *self._residuals(),
+            *self.notes,
+            *self._costs(),
+            f"{len(patched)} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}",
+        ]
+        return "\n".join(lines)
+
+    def _table(self) -> str:
+        rows = []
         for layer in self:
             kind = "kept" if layer.config is None else layer.config.short_name
             if layer.config is not None and not layer.runs_mhla:
-                kind, off = f"off: {layer.processor}", off + 1
+                kind = f"off: {layer.processor}"
             blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
             density = "-" if layer.density is None else f"{layer.density:.1%}"
             extra = f"{layer.extra_parameters:,}"
-            row = layer.name, kind, times(layer.grid), blocks, from_to(layer.tokens_per_block), density, extra
-            for column, cell in zip(columns.values(), row, strict=True):
-                column.append(cell)
-        shown = {
-            name: cells
-            for name, cells in columns.items()
-            if name in ("layer", "attention", "grid") or any(cell not in ("-", "0") for cell in cells)
-        }
-        lines.append(text_table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)]))
-        lines += dict.fromkeys(
-            dense_in_words(layer.config) for layer in self if layer.config and layer.config.has_dense_steps
-        )
-        if held := sum(layer.residual_bytes for layer in self):
-            lines.append(
-                f"residuals of these take {scaled(held, 1024, 'B')} per sample, {scaled(2 * held, 1024, 'B')} with "
-                "both branches of the guidance"
-            )
-        lines += self.errors
-        if self.inactive_lora is not None:
-            lines.append(self.inactive_lora)
+            rows.append((layer.name, kind, times(layer.grid), blocks, from_to(layer.tokens_per_block), density, extra))
+        header = "layer", "attention", "grid", "MHLA blocks", "tokens per block", "density", "extra parameters"
+        columns = list(zip(header, zip(*rows, strict=True), strict=True))
+        shown = columns[:3] + [one for one in columns[3:] if any(cell not in ("-", "0") for cell in one[1])]
+        return text_table([name for name, _ in shown], list(zip(*(cells for _, cells in shown), strict=True)))
+
+    def _residuals(self) -> list[str]:
+        held = sum(layer.residual_bytes for layer in self)
+        one, both = (scaled(count * held, 1024, "B") for count in (1, 2))
+        said = f"residuals of these take {one} per sample, {both} with both branches of the guidance"
+        return [said] if held else []
+
+    def _costs(self) -> list[str]:
         grids, sizes = {layer.grid for layer in self}, [layer.sizes for layer in self if layer.sizes is not None]
-        grid = next(iter(grids), None)
-        if len(grids) == 1 and grid is not None and len(sizes) == len(self):
-            flops, softmax_flops, listed, pairs = (
-                sum(getattr(one, name) for one in sizes) for name in ("flops", "softmax_flops", "listed_pairs", "pairs")
-            )
-            of_pairs = f", softmax over {listed / pairs:.1%} of all pairs" if listed else ""
-            extra_tokens = max(one.extra for one in sizes)
-            others = f" and {extra_tokens} extra ones" if extra_tokens else ""
-            held, written = (max(getattr(one, name) for one in sizes) for name in ("held_bytes", "weight_bytes"))
-            lines.append(
-                f"attention of {math.prod(grid):,} tokens{others}: {scaled(flops, 1000, 'FLOP')} (softmax "
-                f"{scaled(softmax_flops, 1000, 'FLOP')}){of_pairs}\na layer holds {scaled(held, 1024, 'B')} beside "
-                f"query, key, value and output (softmax, written out, {scaled(written, 1024, 'B')})"
-            )
-        replaced = sum(layer.replaced for layer in self)
-        added = sum(layer.extra_parameters for layer in self)
-        end = f"; the patch does not run in {off} of them now" if off else ""
-        lines.append(f"{replaced} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}")
-        return "\n".join(lines)
+        grid = next(iter(grids))
+        if len(grids) > 1 or grid is None or len(sizes) < len(self):
+            return []
+        flops, softmax, listed, pairs = (
+            sum(getattr(one, name) for one in sizes) for name in ("flops", "softmax_flops", "listed_pairs", "pairs")
+        )
+        extra, held, written = (
+            max(getattr(one, name) for one in sizes) for name in ("extra", "held_bytes", "weight_bytes")
+        )
+        others = f" and {extra} extra ones" if extra else ""
+        of_pairs = f", softmax over {listed / pairs:.1%} of all pairs" if listed else ""
+        return [
+            f"attention of {math.prod(grid):,} tokens{others}: {scaled(flops, 1000, 'FLOP')} (softmax "
+            f"{scaled(softmax, 1000, 'FLOP')}){of_pairs}",
+            f"a layer holds {scaled(held, 1024, 'B')} beside query, key, value and output (softmax, written out, "
+            f"{scaled(written, 1024, 'B')})",
+        ]
 
 
 def steps_in_words(indices: Sequence[int], count: int) -> str:
@@ -182,15 +177,8 @@ def dense_in_words(config: PatchConfig, count: int = USUAL_STEPS) -> str:
 
 
 def applied_in_words(patched: Patched, pipe: Any) -> str:
-    """Say in one line what a new sparse patch does: density, dense steps, and what they bring at the usual size.
-
-    That is the most that a call gains, counted from the FLOPs of the transformer's blocks, and the bytes of residuals.
-
-    Args:
-        patched: of a family.
-        pipe: what was patched; a transformer alone has no size.
-    """
-    config, family = patched.config, patched.of_family
+    """Say in a line what a new sparse patch does, the most a call gains at the usual size, and the residuals' bytes."""
+    config, family = patched.config, patched.family
     assert isinstance(config, SparseConfig)
     words = f"{config.profile or config.attention}: {100 * config.density:g} % of block pairs; {dense_in_words(config)}"
     if getattr(pipe, "vae", None) is None:
@@ -203,13 +191,7 @@ def applied_in_words(patched: Patched, pipe: Any) -> str:
     chosen = [
         config.sizes_on(grid, one.heads, one.head_dim, one.extra) for name, one in own.items() if name in patched.chosen
     ]
-    weights = sum(
-        module.weight.numel()
-        for block in family.blocks_of(patched.transformer).values()
-        for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not name.endswith(_OF_TEXT)
-    )
-    plain = 2 * math.prod(grid) * weights + sum(one.softmax_flops for one in own.values())
+    plain = family.other_flops(patched.transformer, grid) + sum(one.softmax_flops for one in own.values())
     left = plain + sum(one.flops - one.softmax_flops for one in chosen)
     (height, width), frames = family.default_clip.sizes[0], family.default_clip.frames
     size = f"{height}x{width}" + (f"x{frames}" if family.makes_videos else "")
@@ -233,22 +215,20 @@ def describe(
     Args:
         model: a pipeline or a transformer, patched or not.
         grid: token grid to describe; None for that of the latest forward.
-        height: in pixels, for the grid of a size; of a pipeline, before any run.
+        height: in pixels, with ``width``: of a pipeline, the grid of this size, before any run.
         width: in pixels.
         num_frames: of a video; None for the family's default.
 
     Raises:
-        ValueError: unsupported model, a grid that the blocks do not fit, both a grid and a size, or a size that the
-            model does not take.
+        ValueError: unsupported model, or a grid or size that it or the blocks do not fit.
     """
-    handles = find_patched(model)
-    without_family = [patched for patched in handles.values() if patched.family is None]
-    if without_family:
+    handles, layers = find_patched(model), Description()
+    without_layers = [patched for patched in handles.values() if not patched.family.knows_layers]
+    if without_layers:
         if (grid, height, width, num_frames) != (None, None, None, None):
             raise ValueError(f"{type(model).__name__} has no family, so only its latest forward can be described.")
-        found = Description()
-        found.any_model = "\n".join(map(_describe_by_grid, without_family))
-        return found
+        layers.notes = tuple(map(_describe_by_grid, without_layers))
+        return layers
     transformers = find_transformers(model)
     grids = dict.fromkeys(transformers, None if grid is None else check_grid(grid, "grid"))
     for component, given in grids.items():
@@ -260,26 +240,25 @@ def describe(
         if grid is not None:
             raise ValueError(f"Give either grid={tuple(grid)} or a size in pixels, not both.")
         grids.update(grids_of_size(model, height, width, num_frames))
-    layers = Description()
     for component, transformer in transformers.items():
         prefix = f"{component}." if len(transformers) > 1 else ""
         patched = handles.get(component) or Patched(transformer, SparseConfig(), get_family(transformer))
-        layers.errors += tuple(filter(None, [patched.error_words()]))
-        layers.inactive_lora = layers.inactive_lora or patched.inactive_lora()
+        layers.notes += tuple(filter(None, (patched.error_words(), patched.inactive_lora())))
         for name, attn in patched.attentions.items():
             layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))
     return layers
 
 
 def _describe_by_grid(patched: Patched) -> str:
-    config, tally = patched.config, patched.tally
-    assert isinstance(config, SparseConfig)
-    latest = tally.summary() or tally.latest or "no forward so far: what attends sparsely is known after one"
+    config: Any = patched.config
+    latest = str(patched.tally) or NOT_SEEN
+    if patched.latest_grid is None:
+        latest = "no forward so far: what attends sparsely is known after one"
     return f"{type(patched.transformer).__name__}: {config.summary(config.density)}\n{latest}"
 
 
 def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, ...] | None) -> LayerDescription:
-    layer, family = layer_of(attn), patched.of_family
+    layer, family = layer_of(attn), patched.family
     processor: Any = getattr(attn, "processor", None)
     is_patched = patched.name_of(attn) in patched.chosen
     running = is_patched and not patched.is_off and (patched.is_sparse or isinstance(processor, MHLAProcessor))

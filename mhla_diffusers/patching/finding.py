@@ -13,41 +13,8 @@ from .patched import ATTRIBUTE, Patched
 from .processor import MHLAProcessor
 
 
-def find_transformers(model: Any) -> dict[str, nn.Module]:
-    """Find the supported transformers of a pipeline by component name, or the transformer itself as ``transformer``.
-
-    Raises:
-        ValueError: if there is none, or what :func:`refuse_wrapped` refuses.
-    """
-    refuse_wrapped(model)
-    components = _components(model)
-    found = {name: module for name, module in components.items() if find_family(module) is not None}
-    if found:
-        return found
-    for module in components.values():
-        if ATTRIBUTE in vars(module):
-            raise ValueError(
-                f"{type(module).__name__} is patched without a family, so there is nothing to save, load or "
-                "calibrate. To restore the patch, call apply_mhla(model, grid=…) with the same arguments."
-            )
-    for name, module in components.items():
-        if name.startswith("transformer"):
-            get_family(module)  # raises what is unsupported about it
-    raise ValueError(
-        f"{type(model).__name__} has no transformer that MHLA supports (components: "
-        f"{', '.join(components) or 'none'}). Pass a model or pipeline listed in docs/models.md."
-    )
-
-
-def models_of(model: Any) -> list[nn.Module]:
-    """Return a model, or those of a pipeline or other object that are named ``transformer…`` or ``unet``."""
-    if isinstance(model, nn.Module):
-        return [unwrapped(model)]
-    return [module for name, module in _components(model).items() if name.startswith(("transformer", "unet"))]
-
-
-def _components(model: Any) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline, or of another object, by name."""
+def components_of(model: Any) -> dict[str, nn.Module]:
+    """Return the modules of a pipeline or another object by name; a model itself as ``transformer``."""
     if isinstance(model, type):
         raise ValueError(f"{model.__name__} is a class; give an instance, such as {model.__name__}.from_pretrained(…).")
     if isinstance(model, nn.Module):
@@ -56,9 +23,30 @@ def _components(model: Any) -> dict[str, nn.Module]:
     return {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
+def find_transformers(model: Any) -> dict[str, nn.Module]:
+    """Find supported transformers by component name, a model itself as ``transformer``; ValueError without one."""
+    refuse_wrapped(model)
+    components = components_of(model)
+    found = {name: module for name, module in components.items() if find_family(module) is not None}
+    if found:
+        return found
+    for name, module in components.items():
+        if ATTRIBUTE in vars(module):
+            raise ValueError(
+                f"{type(module).__name__} is patched without a family, so there is nothing to save, load or "
+                "calibrate. To restore the patch, call apply_mhla(model, grid=…) with the same arguments."
+            )
+        if name.startswith("transformer"):
+            get_family(module)  # raises what is unsupported about it
+    raise ValueError(
+        f"{type(model).__name__} has no transformer that MHLA supports (components: "
+        f"{', '.join(components) or 'none'}). Pass a model or pipeline listed in docs/models.md."
+    )
+
+
 def refuse_wrapped(model: Any) -> None:
     """Raise ValueError, with the way to what is inside, for a class or PEFT's wrapper."""
-    for name, module in _components(model).items():
+    for name, module in components_of(model).items():
         # PEFT's PeftModel would go on with a patched model inside, but is saved and called in its own ways
         take_out: Any = getattr(module, "get_base_model", None)
         if callable(take_out) and find_family(take_out()) is not None:
@@ -68,31 +56,29 @@ def refuse_wrapped(model: Any) -> None:
             )
 
 
-# What is patched
-
-
 def find_patched(model: Any) -> dict[str, Patched]:
     """Find the handle of every patched transformer of a pipeline by component name, of a model as ``transformer``."""
-    found = {}
-    for name, transformer in _components(model).items():
-        held = vars(transformer).get(ATTRIBUTE)
-        if held is None and (family := find_family(transformer)) is not None:  # diffusers' own form leaves no handle
-            attentions = family.self_attentions(transformer)
-            processors = {key: attn.processor for key, attn in attentions.items() if _is_patched(attn)}
-            if processors:
-                processor = next(iter(processors.values()))
-                config = next((attn.mhla.config for attn in attentions.values() if hasattr(attn, "mhla")), None)
-                held = Patched(
-                    transformer, config or processor.config, family, backend=getattr(processor, "backend", "auto")
-                )
-                held.chosen = tuple(processors)
-        if held is not None:
-            found[name] = held
-    return found
+    handles = {name: _handle_of(module) for name, module in components_of(model).items()}
+    return {name: handle for name, handle in handles.items() if handle is not None}
 
 
-def _is_patched(attn: Any) -> bool:
-    return hasattr(attn, "mhla") or (isinstance(attn.processor, MHLAProcessor) and not attn.processor.is_blank)
+def _handle_of(transformer: Any) -> Patched | None:
+    if ATTRIBUTE in vars(transformer):
+        held: Patched = vars(transformer)[ATTRIBUTE]
+        return held
+    if (family := find_family(transformer)) is None:
+        return None
+    patched = {}
+    for name, attn in family.self_attentions(transformer).items():  # diffusers' own form leaves no handle
+        if hasattr(attn, "mhla") or (isinstance(attn.processor, MHLAProcessor) and not attn.processor.is_blank):
+            patched[name] = attn
+    if not patched:
+        return None
+    processor = next(iter(patched.values())).processor
+    config = next((attn.mhla.config for attn in patched.values() if hasattr(attn, "mhla")), None)
+    made = Patched(transformer, config or processor.config, family, backend=getattr(processor, "backend", "auto"))
+    made.chosen = tuple(patched)
+    return made
 
 
 def require_patched(model: Any) -> dict[str, Patched]:
@@ -110,10 +96,7 @@ def is_patched(model: Any) -> bool:
 
 
 def mhla_layers(model: Any) -> dict[str, MHLALayer]:
-    """Find every layer of MHLA by name; none for sparse attention, which has no parameters.
-
-    The name is the attention's with ``.mhla``; for a pipeline the component's name stands before it.
-    """
+    """Find MHLA's layers by name, ``<attention>.mhla``, in a pipeline after its component's name."""
     return {
         f"{'' if isinstance(model, nn.Module) else f'{component}.'}{name}.mhla": layer
         for component, patched in find_patched(model).items()
@@ -137,17 +120,11 @@ def require_layers(model: Any) -> dict[str, MHLALayer]:
 
 @contextmanager
 def mhla_disabled(model: Any) -> Iterator[None]:
-    """Let the model attend as before the patch within the context, in this thread alone, with the same weights.
-
-    Raises:
-        ValueError: the model is not patched, or by diffusers' own form, which leaves no handle.
-    """
+    """Let the model attend as before the patch, in this thread alone; ValueError for diffusers' own form of a patch."""
     handles = require_patched(model).values()
-    for patched in handles:
-        if not patched.is_attached:
-            raise ValueError(
-                "diffusers' own set_attn_processor does not keep the original processors; patch with "
-                "apply_mhla(pipe, ...)."
-            )
+    if not all(patched.is_attached for patched in handles):
+        raise ValueError(
+            "diffusers' own set_attn_processor does not keep the original processors; patch with apply_mhla(pipe, ...)."
+        )
     with switched_off(*handles):
         yield

@@ -22,7 +22,6 @@ from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig
 from ..families import AttentionAdapter, AttentionInputs, Family
 
 OFFLOADED = "The weights of this model are offloaded; patch it before you enable offloading."
-"""Error of what would need their device."""
 FLOAT32_PARAMETERS = ("mixing", "linear_log_weight")
 """Parameters of a layer that stay in float32 in any precision of the attention."""
 
@@ -32,10 +31,10 @@ _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3
 
 
 class Gate(nn.Module):
-    """Projection of a layer's input, whose SiLU multiplies the output; fresh, it is 1.
+    """Projection of a layer's input, (B, N, hidden size) to (B, N, H * D), whose SiLU multiplies the output.
 
-    No ``nn.Linear``, and :class:`Convolution` no ``nn.Conv3d``: by these diffusers' layerwise casting and quantisation
-    know what to store in fewer bits, and MHLA's few weights stay in the type that they compute in.
+    Not an ``nn.Linear``, and :class:`Convolution` not an ``nn.Conv3d``, because diffusers' layerwise casting and
+    quantisation store those in fewer bits.
     """
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
@@ -45,23 +44,17 @@ class Gate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make it fresh."""
+        """Make it 1."""
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, _UNIT_GATE)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(B, N, hidden size) to (B, N, H * D)."""
+        """Project."""
         return functional.linear(hidden_states, self.weight, self.bias)
 
 
 class Convolution(nn.Module):
-    """Depth-wise convolution of the values over the token grid; fresh, it is 0.
-
-    Args:
-        channels: H * D.
-        size: odd kernel size.
-        axes: of the token grid.
-    """
+    """Depth-wise convolution of the values (B, N, H * D) over the token grid, with a kernel of odd size."""
 
     def __init__(self, channels: int, size: int, axes: int) -> None:
         super().__init__()
@@ -70,12 +63,12 @@ class Convolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make it fresh."""
+        """Make it 0."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, values: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-        """(B, N, H * D) of the tokens of the grid, before and after."""
+        """Convolve."""
         size, on_grid = self.weight.shape[-1], values.unflatten(1, grid).movedim(-1, 1)
         convolve = _CONVOLUTIONS[len(grid)]
         return convolve(on_grid, self.weight, self.bias, padding=size // 2, groups=values.shape[-1]).flatten(2).mT
@@ -84,16 +77,7 @@ class Convolution(nn.Module):
 class MHLALayer(nn.Module):
     """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
 
-    In a fresh layer the gate is 1 and the convolution 0, so that it computes Eq. 4 with the initial mixing matrix. An
-    output norm, of weight 1, norms all the same, and softmax over the own block
-    of causal attention shares the denominator with MHLA, of weight λ = 1.
-
-    Args:
-        config: settings.
-        heads: H.
-        head_dim: D.
-        hidden_size: channels of the attention's input, which the gate projects.
-        adapter: of the attention.
+    A fresh gate is 1, a fresh convolution 0; an output norm of weight 1 still normalises.
     """
 
     def __init__(
@@ -101,7 +85,6 @@ class MHLALayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        """Settings; others may take their place that need the same parameters."""
         self.adapter = adapter if adapter is not None else AttentionAdapter()
         self.heads = heads
         self.head_dim = head_dim
@@ -123,7 +106,7 @@ class MHLALayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Make mixing matrix, λ and norm those of a fresh layer, as they have to be after ``to_empty()``."""
+        """Make mixing matrix, λ and norm those of a fresh layer, as after ``to_empty()``."""
         self.mixing.copy_(initial_mixing(self.config.blocks, self.config.mixing_init))
         if self.linear_log_weight is not None:
             self.linear_log_weight.fill_(0)
@@ -131,25 +114,13 @@ class MHLALayer(nn.Module):
             self.output_norm.fill_(1)
 
     def forward(
-        self,
-        inputs: AttentionInputs,
-        *,
-        backend: str = "auto",
-        split: ProcessGroup | None = None,
+        self, inputs: AttentionInputs, *, backend: str = "auto", split: ProcessGroup | None = None
     ) -> torch.Tensor:
-        """Attend.
-
-        Args:
-            inputs: what to attend with.
-            backend: see :func:`mhla_attention`.
-            split: the processes over which the tokens are split; None for one process.
-
-        Returns:
-            (B, N, H, D), before the output projection of the attention.
+        """Attend, by default in one process; return (B, N, H, D), before the output projection of the attention.
 
         Raises:
-            ValueError: with ``causal="block"`` a grid that ends within a frame block, and whatever
-                :func:`mhla_attention` and :func:`~mhla_diffusers.attention.split.attend_split` refuse.
+            ValueError: with ``causal="block"`` a grid that ends within a frame block, a convolution over several
+                processes, and whatever :func:`mhla_attention` refuses.
         """
         call = self.call(inputs)
         if split is not None:
@@ -168,11 +139,7 @@ class MHLALayer(nn.Module):
 
     @torch.no_grad()
     def weights(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return what every query gives to every key: the effective attention matrix, before norm and gate.
-
-        Returns:
-            float64 (B, H, N, N); rows are queries.
-        """
+        """Return the effective attention matrix, before norm and gate: float64 (B, H, N, N), rows are queries."""
         return reference_weights(self.call(inputs))
 
     def call(self, inputs: AttentionInputs) -> MHLACall:
@@ -186,12 +153,10 @@ class MHLALayer(nn.Module):
         call_grid, blocks = config.layout_on(grid)
         if blocks != config.blocks:
             # in every forward, about 1% of the time at most: one that is kept would miss changes through .data
-            extended = causal is not None
-            mixing = (
-                extend_mixing(mixing, config.blocks, blocks[0])
-                if extended
-                else resize_mixing(mixing, config.blocks, blocks)
-            )
+            if causal is not None:
+                mixing = extend_mixing(mixing, config.blocks, blocks[0])
+            else:
+                mixing = resize_mixing(mixing, config.blocks, blocks)
         if weight is not None or (isinstance(config, CausalConfig) and config.needs_positive_mixing):
             # sums are weighed against softmax by their logarithm; an optimizer without the clip goes below 0
             mixing = mixing.clamp_min(0)
@@ -226,22 +191,12 @@ class MHLALayer(nn.Module):
         return f"blocks={blocks} ({math.prod(self.config.blocks)}), heads={self.heads}, head_dim={self.head_dim}"
 
 
-_SETTINGS_OF_PARAMETERS = (
-    "blocks",
-    "causal",
-    "own",
-    "block_length",
-    "mixing_per_head",
-    "mixing_init",
-    "mixing_learnable",
-    "output_norm",
-    "output_gate",
-    "convolution",
-)
+_SETTINGS_OF_PARAMETERS = ("blocks", "causal", "own", "block_length", "mixing_per_head", "mixing_init",
+                           "mixing_learnable", "output_norm", "output_gate", "convolution")  # fmt: skip
 
 
 def setting_of_parameters(before: PatchConfig, after: PatchConfig) -> str | None:
-    """Return a setting that differs and gives layers other parameters; None if they can keep their own."""
+    """Return a setting that differs and gives layers other parameters; None if they keep their own."""
     differing = (name for name in _SETTINGS_OF_PARAMETERS if getattr(before, name, None) != getattr(after, name, None))
     return next(differing, None)
 
@@ -252,28 +207,23 @@ def attentions_of(transformer: nn.Module) -> dict[str, Any]:
 
 
 def layer_of(attn: Any) -> MHLALayer | None:
-    """The layer that an attention uses, or None.
-
-    PEFT's ``modules_to_save=["mhla"]`` puts a wrapper in its place, with the layer and a copy of it for every adapter.
-    """
+    """Return the layer that an attention uses; PEFT's ``modules_to_save`` wraps it together with copies."""
     module: Any = getattr(attn, "mhla", None)
     if module is None or isinstance(module, MHLALayer):
         return module
-    copies = module.modules_to_save
-    active = (
-        None if module.disable_adapters else next((name for name in module.active_adapters if name in copies), None)
-    )
-    layer: MHLALayer = module.original_module if active is None else copies[active]
+    active = () if module.disable_adapters else module.active_adapters
+    copies = (module.modules_to_save[name] for name in active if name in module.modules_to_save)
+    layer: MHLALayer = next(copies, module.original_module)
     return layer
 
 
 def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALayer:
-    """Make a fresh layer that fits an attention of a family, or an unknown one (None), on its device.
+    """Make a fresh layer that fits an attention of a family, or of an unknown one (None), on its device.
 
     Mixing matrix and λ are float32; gate, norm and convolution take the type that the attention computes in.
 
     Raises:
-        ValueError: the weights of the attention are offloaded, or it does what MHLA has no part for.
+        ValueError: the weights of the attention are offloaded, or it has a norm that MHLA does not run.
     """
     for norm in ("group_norm", "spatial_norm"):
         if getattr(attn, norm, None) is not None:

@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention import BACKENDS
 from ..attention.call import check_denominator
-from ..attention.layout import check_grid
 from ..config import (
     CausalConfig,
     LayerChoice,
@@ -25,31 +24,28 @@ from ..config import (
     parse_layers,
 )
 from ..errors import check, check_choice
-from ..families import Family, find_family, get_family, why_refused
-from .call import Counts
+from ..families import Counts, Family, find_family, get_family, why_refused
 from .describe import applied_in_words
 from .finding import (
+    components_of,
     find_patched,
     find_transformers,
     is_patched,
-    models_of,
     refuse_wrapped,
     require_layers,
     require_patched,
 )
 from .layer import OFFLOADED, MHLALayer, attentions_of, layer_of, make_layer, setting_of_parameters
-from .patched import Facts, Patched, check_counts
+from .patched import Patched
 from .processor import MHLAProcessor, holds_weights, is_fused
 from .weights import base_weights, check_writable, group_offloading, has_lora, remove_lora
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
-"""A diffusers pipeline or a transformer."""
 Grid = tuple[int, ...] | Callable[..., tuple[int, ...]]
 Extras = Counts | Callable[..., Counts]
 Layers = dict[str, MHLALayer]
-"""Name of every self-attention that MHLA is put in → its layer."""
 
 
 def apply_mhla(
@@ -61,30 +57,23 @@ def apply_mhla(
     extra: Extras = (0, 0),
     **settings: Any,
 ) -> Model:
-    """Replace the self-attention of a pipeline or transformer, in place.
+    """Replace the self-attention of a pipeline or transformer, in place, and return it.
 
-    A patch runs one of three attentions, which the names of its settings decide. ``apply_mhla(pipe)`` takes the
-    family's default, sparse attention in the place of softmax attention, which needs no training;
-    ``apply_mhla(pipe, density=0.05)`` changes it. ``apply_mhla(pipe, blocks=(7, 3, 5), layers="2/3")`` is the paper's
-    MHLA, which has to be adapted; with ``causal`` it sees the past alone. ``apply_mhla(pipe, "wan2.1-t2v-1.3b")`` takes
-    a preset. Cross-attention stays as it is. If anything is refused, the model is unchanged.
+    A patch runs one of three attentions, which the names of its settings decide. ``apply_mhla(pipe)`` runs sparse
+    attention, which needs no training; ``apply_mhla(pipe, density=0.05)`` changes it. ``apply_mhla(pipe, blocks=(7, 3,
+    5), layers="2/3")`` is the paper's MHLA, which has to be adapted; with ``causal`` it sees the past alone. Where a
+    model's own attention is linear, MHLA is the default. If anything is refused, the model is unchanged.
 
     Args:
         model: a pipeline (all its supported transformers are patched), an object with ``transformer`` and
             ``scheduler``, or one transformer.
-        patch: settings, a profile ("faithful", "balanced" or "fast"), the name of a preset, or the path of a patch
-            YAML; None for the family's defaults: "faithful", or MHLA where a model's own attention is linear.
+        patch: settings, a profile ("faithful", "balanced" or "fast"), a preset such as "wan2.1-t2v-1.3b", or the path
+            of a patch YAML; None for the family's defaults.
         backend: of MHLA, see :func:`mhla_diffusers.attention.mhla_attention`.
-        grid: for a model without a family, whose calls of PyTorch's ``scaled_dot_product_attention`` sparse attention
-            then answers: the token grid, such as (21, 30, 52), or a function of the forward's arguments that returns
-            it.
-        extra: with ``grid``, the tokens before and after those of the grid in one sequence, such as text, or such a
-            function.
-        **settings: fields of :class:`MHLAConfig`, :class:`SparseConfig` or :class:`CausalConfig` that replace those of
-            ``patch``.
-
-    Returns:
-        ``model``.
+        grid: the token grid of a model without a family, such as (21, 30, 52), or a function of the forward's
+            arguments, by name; sparse attention then answers its calls of PyTorch's ``scaled_dot_product_attention``.
+        extra: with ``grid``, tokens such as text before and after those of the grid, or such a function.
+        **settings: fields of a :class:`PatchConfig` that replace those of ``patch``.
 
     Raises:
         ValueError: unsupported model, already patched, a patch for another family, or settings that do not fit.
@@ -95,12 +84,9 @@ def apply_mhla(
             f"patch={patch!r} must be settings such as MHLAConfig(...), the name of a preset or the path of a patch "
             "YAML; single settings are keywords, for example blocks=(4, 4)."
         )
-    if grid is not None:
-        plans = [(patched, Layers()) for patched in _plan_by_grid(model, patch, grid, extra, settings)]
-    else:
-        transformers = find_transformers(model)
-        configs = {name: _config_for(get_family(one), patch, settings) for name, one in transformers.items()}
-        plans = [plan_patch(transformers[name], config, model, backend) for name, config in configs.items()]
+    chosen = _chosen_families(model, grid, extra)
+    configs = [(one, family, _config_for(family, patch, settings)) for one, family in chosen]
+    plans = [plan_patch(one, config, family, model, backend) for one, family, config in configs]
     try:
         for patched, layers in plans:
             attach(patched, layers)
@@ -113,33 +99,11 @@ def apply_mhla(
     return model
 
 
-def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings: Mapping[str, Any]) -> PatchConfig:
-    """Return the settings of a patch for a model of a family; ValueError for those of another family."""
-    chosen: Any = load_patch(patch) if isinstance(patch, str | Path) else patch
-    if isinstance(chosen, Patch):
-        if chosen.family not in ("", family.name):
-            raise ValueError(
-                f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model belongs "
-                f"to {family.name!r}."
-            )
-        chosen = chosen.patch
-    config: PatchConfig = family.complete(settings) if chosen is None else chosen.replace(**settings)
-    return config
-
-
-def _plan_by_grid(
-    model: Any, patch: PatchConfig | str | Path | None, grid: Grid, extra: Extras, settings: Mapping[str, Any]
-) -> list[Patched]:
-    """Plan the patches of a model without a family, or of those of a pipeline named ``transformer…`` or ``unet``."""
-    if not isinstance(patch, SparseConfig | None):
-        raise ValueError(
-            f"A model without a family (grid={grid!r}) runs only sparse attention; give settings of SparseConfig."
-        )
-    check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/models.md).")
-    config = (patch or SparseConfig()).replace(**settings)
-    _check_by_grid(config)
-    facts = Facts(grid if callable(grid) else check_grid(grid), extra if callable(extra) else check_counts(extra))
-    modules = models_of(model)
+def _chosen_families(model: Any, grid: Grid | None, extra: Extras) -> list[tuple[nn.Module, Family]]:
+    if grid is None:
+        return [(one, get_family(one)) for one in find_transformers(model).values()]
+    components = components_of(model).items()
+    modules = [one for name, one in components if name.startswith(("transformer", "unet"))]
     if not modules:
         raise ValueError(f"{type(model).__name__} is neither a model nor a pipeline with a transformer or a unet.")
     for module in modules:
@@ -150,15 +114,22 @@ def _plan_by_grid(
                 f"{type(module).__name__} belongs to the family {family.name!r}, which reads the token grid of every "
                 "call; leave grid and extra out."
             )
-        for part in module.modules():
-            if is_patched(part):
-                raise ValueError(f"This {type(part).__name__} is already patched; call remove_mhla() with it first.")
-    return [Patched(module, config, None, facts, model) for module in modules]
+    return [(one, Family.by_hand(type(one).__name__, grid, extra)) for one in modules]
 
 
-def _check_by_grid(config: PatchConfig) -> None:
-    if config.layers != "all":
-        raise ValueError(f"layers={config.layers!r} needs a model with a family; leave it out.")
+def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings: Mapping[str, Any]) -> PatchConfig:
+    chosen: Any = load_patch(patch) if isinstance(patch, str | Path) else patch
+    if isinstance(chosen, Patch):
+        if chosen.family not in ("", family.name):
+            own = f"belongs to {family.name!r}" if family.name else "has no family"
+            raise ValueError(
+                f"This patch is for the {chosen.family!r} family (made for {chosen.base_model}), but the model {own}."
+            )
+        chosen = chosen.patch
+    if chosen is None and not family.knows_layers:
+        check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/models.md).")
+    config: PatchConfig = family.complete(settings) if chosen is None else chosen.replace(**settings)
+    return config
 
 
 def _log_patch(patched: Patched, model: Any) -> None:
@@ -166,7 +137,7 @@ def _log_patch(patched: Patched, model: Any) -> None:
     if all(parameter.is_meta for parameter in patched.transformer.parameters()):
         return
     config, kind, family = patched.config, type(patched.transformer).__name__, patched.family
-    if family is None:
+    if not family.knows_layers:
         return logger.info("%s in the attentions over the grid of %s", config.attention, kind)
     if isinstance(config, SparseConfig):
         return logger.info("%s; quality not measured: mhla tune", applied_in_words(patched, model))
@@ -181,27 +152,17 @@ def _log_patch(patched: Patched, model: Any) -> None:
 
 
 def plan_patch(
-    transformer: nn.Module, config: PatchConfig, pipe: Any = None, backend: str = "auto"
+    transformer: nn.Module, config: PatchConfig, family: Family, pipe: Any = None, backend: str = "auto"
 ) -> tuple[Patched, Layers]:
-    """Check everything and change nothing: the handle to attach, and the new layers of MHLA.
-
-    Args:
-        transformer: of a family.
-        config: settings.
-        pipe: pipeline that calls it; a transformer or None where that is not known.
-        backend: of MHLA.
-
-    Raises:
-        ValueError: unsupported or offloaded transformer, already patched, or settings that do not fit.
-    """
-    if is_patched(transformer):
-        (running,) = find_patched(transformer).values()
-        raise ValueError(
-            f"This {type(transformer).__name__} is already patched with {running.config.attention}; change_mhla() "
-            "changes its settings, or call remove_mhla() first."
-        )
-    family = get_family(transformer)
-    patched = Patched(transformer, config, family, None, pipe, backend)
+    """Check everything and change nothing: return the handle to attach, and the new layers of MHLA."""
+    for part in transformer.modules() if not family.knows_layers else (transformer,):
+        if is_patched(part):
+            (running,) = find_patched(part).values()
+            raise ValueError(
+                f"This {type(part).__name__} is already patched with {running.config.attention}; change_mhla() "
+                "changes its settings, or call remove_mhla() with it first."
+            )
+    patched = Patched(transformer, config, family, pipe, backend)
     chosen = _chosen_attentions(patched, config)
     patched.chosen = tuple(chosen)
     if not isinstance(config, LinearConfig):
@@ -226,36 +187,24 @@ def attach(patched: Patched, layers: Layers) -> None:
 
 
 def set_attn_processor(transformer: nn.Module, processor: MHLAProcessor) -> None:
-    """Do what diffusers' ``set_attn_processor`` does with a :class:`MHLAProcessor`, also for DiT, which has none.
-
-    Raises:
-        ValueError: unsupported transformer or a class of one, already patched, or another processor.
-    """
+    """Do what diffusers' ``set_attn_processor`` does with a :class:`MHLAProcessor`, also for DiT, which has none."""
     refuse_wrapped(transformer)
     if not isinstance(processor, MHLAProcessor):
         raise ValueError(
             f"processor={processor!r} must be an MHLAProcessor(...); call set_processor() of every attention for "
             "others."
         )
-    attach(*plan_patch(transformer, processor.config, None, processor.backend))
+    attach(*plan_patch(transformer, processor.config, get_family(transformer), None, processor.backend))
 
 
 def remove_mhla(model: Model, *, strict: bool = False) -> Model:
-    """Undo :func:`apply_mhla` and :func:`load_mhla`: the model is as before, bit for bit.
+    """Undo :func:`apply_mhla` and :func:`load_mhla`: the model is as before, bit for bit. Return it.
 
-    Weights of the model that an adapted patch replaced come back. Attentions that were patched through diffusers' own
-    ``set_attn_processor``, which keeps no record, get the processors that diffusers gives a new model.
-
-    Args:
-        model: pipeline or transformer. One that is not patched stays as it is, and the log says so.
-        strict: raise for a model that is not patched.
-
-    Returns:
-        ``model``.
+    Attentions that were patched through diffusers' own ``set_attn_processor``, which keeps no record, get processors
+    that diffusers gives a new model. A model that is not patched is logged, with ``strict`` it is an error.
 
     Raises:
-        ValueError: no model, with ``strict`` one that is not patched, or weights that the patch replaced and that
-            cannot be brought back. The model is unchanged then.
+        ValueError: replaced weights that cannot be brought back, such as offloaded ones. The model is unchanged then.
     """
     handles = find_patched(model).values()
     if not handles:
@@ -264,43 +213,16 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
             raise ValueError(f"{type(model).__name__} is not patched with MHLA; there is nothing to remove.")
         logger.warning("%s is not patched; nothing was removed.", type(model).__name__)
     for patched in handles:
-        _check_removable(patched)
+        for name, part in patched.transformer.named_modules():
+            if patched.lora in (getattr(part, "merged_adapters", None) or ()):
+                raise ValueError(
+                    f"The patch's LoRA {patched.lora!r} is fused with the weights of {name}; call unfuse_lora() before "
+                    "remove_mhla()."
+                )
+        check_writable(patched.transformer, patched.replaced_weights, "remove the patch")
     for patched in handles:
         detach(patched)
     return model
-
-
-def _check_removable(patched: Patched) -> None:
-    """Raise ValueError unless the replaced weights of the model can be restored."""
-    for name, part in patched.transformer.named_modules():
-        if patched.lora in (getattr(part, "merged_adapters", None) or ()):
-            raise ValueError(
-                f"The patch's LoRA {patched.lora!r} is fused with the weights of {name}; call unfuse_lora() before "
-                "remove_mhla()."
-            )
-    if patched.replaced_weights is None:
-        raise ValueError(
-            "The weights that this patch replaced were not kept (load_mhla(..., keep_replaced=False)), so they "
-            "cannot be restored. Load the model again with from_pretrained()."
-        )
-    check_writable(patched.transformer, patched.replaced_weights, "remove the patch")
-
-
-@torch.no_grad()
-def replace_weights(patched: Patched, tensors: Mapping[str, torch.Tensor], keep: bool) -> None:
-    """Write tensors over the model's, by name in a plain model; ``keep`` those that change, on the CPU, for removal."""
-    places = base_weights(patched.transformer)
-    replaced: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        first = places[name][0]
-        new = tensor.to(first.device, first.dtype)
-        if first.is_meta or torch.equal(first, new):
-            continue
-        if keep:
-            replaced[name] = first.to("cpu", copy=True)
-        patched.replaced_weights = replaced if keep else None  # before it is written, should that be interrupted
-        for place in places[name]:
-            place.copy_(new)
 
 
 @torch.no_grad()
@@ -329,29 +251,18 @@ def detach(patched: Patched) -> None:
 
 
 def _take_out(patched: Patched, attn: Any) -> None:
-    """Restore an attention's processor, or set a new default one."""
     if isinstance(attn.processor, MHLAProcessor):
-        attn.set_processor(patched.original_processor(attn)) if hasattr(attn, "set_processor") else setattr(
-            attn, "processor", patched.original_processor(attn)
-        )
+        attn.set_processor(patched.original_processor(attn))
     if hasattr(attn, "mhla"):
         del attn.mhla
 
 
 def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) -> Model:
-    """Change density, steps, layers or other settings of a patched model, without loading it again.
+    """Change density, steps, layers or other settings of a patched model, without loading it again. Return it.
 
-    Layers of MHLA that stay keep what they have learned. A layer that is patched now starts fresh, and one that is no
-    longer patched gets its original processor. Where something else has set processors, the patch runs again. If
-    anything is refused the model is unchanged.
-
-    Args:
-        model: patched pipeline or transformer; a pipeline becomes the one whose steps are counted.
-        backend: of MHLA, see :func:`mhla_diffusers.attention.mhla_attention`; None for the one it has.
-        **settings: fields of its :class:`PatchConfig` that change; which attention runs stays.
-
-    Returns:
-        ``model``.
+    Layers of MHLA that stay keep what they have learned; a layer that is patched now starts fresh. Where something else
+    has set processors, the patch runs again. A pipeline becomes the one whose steps are counted. If anything is refused
+    the model is unchanged.
 
     Raises:
         ValueError: not patched or switched off, settings that do not fit, or that need other parameters, as blocks do.
@@ -375,16 +286,12 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
 def _plan_change(
     patched: Patched, model: Any, backend: str | None, settings: Mapping[str, Any]
 ) -> tuple[Patched, Layers]:
-    """Check new settings without changing anything; return the new handle and its MHLA layers."""
     if patched.is_off:
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     old = patched.config
     config = old.replace(**settings)
     pipe = patched.pipeline.owner if isinstance(model, nn.Module) else model
-    new = Patched(patched.transformer, config, patched.family, patched.facts, pipe, backend or patched.backend)
-    if patched.family is None:
-        _check_by_grid(config)
-        return new, {}
+    new = Patched(patched.transformer, config, patched.family, pipe, backend or patched.backend)
     chosen = _chosen_attentions(patched, config)
     new.chosen = tuple(chosen)
     if not isinstance(config, LinearConfig):
@@ -396,18 +303,15 @@ def _plan_change(
             f"{name}={getattr(config, name)!r} changes the shapes of the layers' parameters. Save and load with "
             "load_mhla(..., blocks=...) to interpolate them, or start again with remove_mhla() and apply_mhla()."
         )
-    kept, family = patched.layers, patched.of_family
-    return new, {name: kept.get(name) or make_layer(attn, config, family) for name, attn in chosen.items()}
+    kept = patched.layers
+    return new, {name: kept.get(name) or make_layer(attn, config, patched.family) for name, attn in chosen.items()}
 
 
 def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> RemovableHandle:
     """Clip every mixing matrix into (0, 1) after each step of ``optimizer``, as the paper does (Sec. 4.2).
 
-    Layers whose configuration has ``mixing_clip=False`` are left alone.
-
     Raises:
-        ValueError: if the model has no mixing matrices, or ``optimizer`` was made before them and lacks a matrix that
-            takes gradients.
+        ValueError: the model has no mixing matrices, or ``optimizer`` lacks one that takes gradients.
     """
     layers = list(require_layers(model).values())
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -429,7 +333,7 @@ def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> Remova
 
 def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     """Choose self-attentions by name; ValueError for settings that the transformer cannot have."""
-    family, kind = patched.of_family, type(patched.transformer).__name__
+    family, kind = patched.family, type(patched.transformer).__name__
     if isinstance(config, LinearConfig):
         if family.mhla is None:
             raise ValueError(
@@ -443,47 +347,41 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
             )
         causal = config.causal if isinstance(config, CausalConfig) else None
         check_denominator(config.feature_map, config.eps, config.normalize, False, causal)
+        if group_offloading(patched.transformer):
+            raise ValueError(OFFLOADED)
     elif family.computes != "softmax":
         raise ValueError(
             f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
             f"{family.computes}; patch it with MHLA, blocks={family.mhla_blocks}."
         )
+    if not family.knows_layers:
+        check(config.layers == "all", f"layers={config.layers!r} needs a model with a family; leave it out.")
+        return {}
     if (why := family.why_not_patched(patched.transformer, config)) is not None:
         raise ValueError(why)
     found = list(patched.attentions.items())
-    indices = choose_layers(config.layers, len(found))
-    if isinstance(config, SparseConfig):
-        indices = [index for index in indices if index >= config.dense_layers]
+    dense_layers = config.dense_layers if isinstance(config, SparseConfig) else 0
+    indices = [index for index in choose_layers(config.layers, len(found)) if index >= dense_layers]
     if not indices:
-        words = f"layers={config.layers!r}, dense_layers={getattr(config, 'dense_layers', 0)}"
         raise ValueError(
-            f"{words} leaves none of the {len(found)} layers to patch; choose other layers or fewer dense ones."
+            f"layers={config.layers!r}, dense_layers={dense_layers} leaves none of the {len(found)} layers to patch; "
+            "choose other layers or fewer dense ones."
         )
     chosen = dict(found[index] for index in indices)
-    if isinstance(config, LinearConfig):
-        if group_offloading(patched.transformer):
-            raise ValueError(OFFLOADED)
-        holding = [name for name, attn in chosen.items() if holds_weights(attn.processor)]
-        if holding:
+    for name, attn in chosen.items() if isinstance(config, LinearConfig) else ():
+        if holds_weights(attn.processor):
             raise ValueError(
-                f"{holding[0]} runs {type(chosen[holding[0]].processor).__name__}, which has its own weights, as "
-                "IP-Adapters do. Unload the adapter first, for example with pipe.unload_ip_adapter()."
+                f"{name} runs {type(attn.processor).__name__}, which has its own weights, as IP-Adapters do. Unload "
+                "the adapter first, for example with pipe.unload_ip_adapter()."
             )
     return chosen
 
 
 def choose_layers(choice: LayerChoice, count: int) -> list[int]:
-    """Choose the layers to replace: their indices, ascending.
+    """Return the indices of the layers to replace, ascending, of ``count`` self-attentions.
 
     A fraction keeps the remaining layers evenly spread, beginning with layer 0: "2/3" keeps layers 0, 3, 6, …, the
-    hybrid of the paper's Sec. 5.3.
-
-    Args:
-        choice: "all", a fraction as text or number, or indices; negative indices count from the end.
-        count: number of self-attentions of the model.
-
-    Raises:
-        ValueError: unknown choice, or an index out of range.
+    hybrid of the paper's Sec. 5.3. Negative indices count from the end; ValueError for one out of range.
     """
     parsed = parse_layers(choice)
     if isinstance(parsed, Fraction):

@@ -25,35 +25,28 @@ from .call import Call, Seen, held, within
 from .layer import layer_of, make_layer
 
 _PARALLEL = "_parallel_config"
-"""Attribute that diffusers' enable_parallelism writes into processors."""
 
 
 class MHLAProcessor:
     """Runs MHLA in place of self-attention, and leaves cross-attention as the model has it.
 
-    A plain object without weights, as diffusers' processors are: the weights of every attention live in its own
-    submodule ``attn.mhla``. One instance may therefore serve all attentions of a model::
+    A plain object without weights, as diffusers' processors are; those of every attention live in ``attn.mhla``. One
+    instance may therefore serve all attentions of a model::
 
         pipe.transformer.set_attn_processor(MHLAProcessor(blocks=(7, 3, 5)))
 
     diffusers does not pass the model to a processor. Set in that way, it makes ``attn.mhla`` when the attention first
-    runs, and reads the grid off the tables of RoPE, as Wan's allow, or needs ``grid``; with sparse settings it runs the
-    model's own processor and answers its call. :func:`mhla_diffusers.set_attn_processor` and
-    :func:`mhla_diffusers.apply_mhla` read the grid of every input, and DiT, which has no ``set_attn_processor`` of its
-    own, needs one of these.
+    runs, and reads the grid off the tables of RoPE, as Wan's allow, or needs ``grid``. Sparse settings run the model's
+    own processor and answer its call. :func:`mhla_diffusers.set_attn_processor` and :func:`mhla_diffusers.apply_mhla`
+    read the grid of every input; DiT, which has no ``set_attn_processor`` of its own, needs one of these.
 
     Args:
-        config: settings; or give the fields of one of :class:`MHLAConfig`, :class:`SparseConfig` and
-            :class:`CausalConfig` as keywords, whose names say which attention runs.
+        config: settings, or their fields as keywords. Without any it is a placeholder, as diffusers makes them when it
+            (un)loads adapters; the next forward restores the real one.
         *call: rejected; catches the class being set instead of an instance.
-        grid: token grid of every input; None to find it out. Not validated: of an input with as many tokens in another
-            shape, such as portrait for landscape, the blocks would be wrong.
+        grid: token grid of every input, not validated: portrait for landscape gives wrong blocks.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        **settings: such fields; unknown ones are an error. Without any argument it is a placeholder: diffusers
-            instantiates processor classes when it (un)loads adapters, and the next forward restores the real one.
-
-    Raises:
-        ValueError: settings that are not allowed, or both ``config`` and settings.
+        **settings: fields of a :class:`PatchConfig`.
     """
 
     # read and written by diffusers' set_attention_backend; used for the attention that is passed on
@@ -101,16 +94,11 @@ class MHLAProcessor:
 
     @property
     def config(self) -> PatchConfig:
-        """Its settings.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """Its settings; ValueError if it has none."""
         if self._config is None:
             raise ValueError(
-                "This MHLAProcessor has no settings; give some, for example MHLAProcessor(blocks=(7, 3, 5)). "
-                "diffusers also creates one without settings when it loads or unloads an adapter: then set yours "
-                "again."
+                "This MHLAProcessor has no settings; give some, for example MHLAProcessor(blocks=(7, 3, 5)). diffusers "
+                "makes one without settings when it loads or unloads an adapter: then set yours again."
             )
         return self._config
 
@@ -125,17 +113,8 @@ class MHLAProcessor:
     ) -> Any:
         """Run one attention of a diffusers model, which calls it with those of these arguments that it has.
 
-        Args:
-            attn: an ``Attention``, ``WanAttention`` or the like.
-            hidden_states: (B, N, hidden size).
-            encoder_hidden_states: of a cross-attention.
-            attention_mask: for self-attention a key-padding mask, (B, N), (B, 1, N) or (B, 1, 1, N): bool, or the
-                bias that softmax attention would add.
-            rotary_emb: what the model hands over for RoPE; Wan's is (cos, sin), each (1, N, 1, D).
-            image_rotary_emb: RoPE by another name.
-
-        Returns:
-            (B, N, hidden size).
+        ``attention_mask`` of a self-attention is a key-padding mask, (B, N), (B, 1, N) or (B, 1, 1, N): bool, or the
+        bias that softmax attention would add. RoPE comes by one of two names; Wan's is (cos, sin), each (1, N, 1, D).
 
         Raises:
             ValueError: the token grid is unknown or does not fit, or the mask is not a key-padding mask.
@@ -152,7 +131,8 @@ class MHLAProcessor:
         if is_dense or (call is None and not own_form):
             if not is_dense and not held().off:
                 _warn_outside(self.config)
-            return adapter.run(self.with_choices(self._original(attn, adapter)), attn, arguments)
+            original = replaced_processor(attn) or adapter.own_processor(attn)
+            return adapter.run(self.with_choices(original), attn, arguments)
         grid = call.grid if call is not None and layer is not None else self._grid(attn, adapter, arguments)
         if own_form:
             self._check_own_form()
@@ -197,11 +177,6 @@ class MHLAProcessor:
             finally:
                 state.layer = None
 
-    def _original(self, attn: Any, adapter: AttentionAdapter) -> Any:
-        """Return the original processor; with diffusers' own set_attn_processor, the family's default."""
-        original = replaced_processor(attn)
-        return adapter.own_processor(attn) if original is None else original
-
     def with_choices(self, processor: Any) -> Any:
         """Return a processor with what diffusers has set on this one: backend and processes."""
         for name in ("_attention_backend", _PARALLEL):
@@ -210,11 +185,7 @@ class MHLAProcessor:
         return processor
 
     def _grid(self, attn: Any, adapter: AttentionAdapter, arguments: Arguments) -> Shape:
-        """Return the token grid outside of a patched transformer's forward: the one given, or read off RoPE's tables.
-
-        Raises:
-            ValueError: it is unknown.
-        """
+        """Return the grid outside of a patched transformer's forward: the one given, or read off RoPE's tables."""
         if self.grid is not None:
             return self.grid
         rotary = adapter.rotary(attn, arguments)
@@ -257,13 +228,11 @@ def exact_attention(inputs: AttentionInputs, family: Family) -> torch.Tensor:
 
 
 def _reference(attn: Any, inputs: AttentionInputs) -> torch.Tensor:
-    """Return MHLA in float64, before norm, gate and convolution."""
     weights: torch.Tensor = attn.mhla.weights(inputs)
     return torch.einsum("bhqk,bkhd->bqhd", weights, inputs.value.to(weights.dtype))
 
 
 def _adapter(attn: Any, family: Family | None) -> AttentionAdapter:
-    """Return the adapter for an attention; ValueError if MHLA does not support its class."""
     if family is not None and family.mhla is not None:
         return family.mhla
     if getattr(attn, "add_q_proj", None) is None and hasattr(attn, "to_out"):
@@ -311,5 +280,4 @@ def _skips_scores(attn: Any) -> bool:
 
 
 def _skip(attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for a patched attention that diffusers skips."""
     return hidden_states

@@ -1,18 +1,15 @@
 """Residuals: what sparse attention loses at a dense step corrects the steps that follow.
 
-The inputs of a denoising loop change slowly, and so does the error of sparse attention. At a dense step s₀ every
-attention computes both outputs of its heads and keeps R = dense − sparse, (B, N, C), at low rank. A later step s
-returns sparse + f^(s − s₀) R. The fading f is measured per attention and sample at the next dense step s₁: of the old
-residual the share a = <R₁, R₀> / <R₀, R₀> is left, so f = a^(1 / (s₁ − s₀)). Where the old residual has not lasted,
-‖R₁ − a R₀‖ > 0.9 ‖R₁‖, nothing is corrected until the next dense step. Steps are counted, not forwards, so a step
-cache may skip some.
+At a dense step s₀ every attention computes both outputs of its heads and keeps R = dense − sparse, (B, N, C), at low
+rank. A later step s returns sparse + f^(s − s₀) R. The fading f is measured per attention and sample at the next dense
+step s₁: of the old residual the share a = <R₁, R₀> / <R₀, R₀> is left, so f = a^(1 / (s₁ − s₀)). Where the old residual
+has not lasted, ‖R₁ − a R₀‖ > 0.9 ‖R₁‖, nothing is corrected until the next dense step. Steps are counted, not forwards.
 
 Reusing residuals over steps is an idea of DiTFastAttn (arXiv 2406.08552) and QuantSparse (2509.23681). The low rank is
 found by a fixed random projection with one power step (Halko et al., arXiv 0909.4061).
 """
 
-import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -44,37 +41,30 @@ def residual_bytes(tokens: int, channels: int) -> int:
 
 @dataclass(frozen=True)
 class Residual:
-    """dense − sparse of one attention at a dense step, as left @ right.
-
-    Attributes:
-        left: (B, N, r), orthonormal columns, in the type of the outputs or bfloat16.
-        right: (B, r, C), like ``left``.
-        step: index of the dense step.
-        fading: per step, float32 (B, 1, 1).
-        weight: 1, or 0 for samples whose residual has not lasted, float32 (B, 1, 1).
-        error: float32 (2,): the relative error of this attention at the dense step without and with the correction.
-    """
+    """dense − sparse of one attention at a dense step, as left @ right."""
 
     left: torch.Tensor
+    """(B, N, r), orthonormal columns, in the type of the outputs or bfloat16."""
     right: torch.Tensor
+    """(B, r, C), like ``left``."""
+    shape: torch.Size
     step: int
     fading: torch.Tensor
+    """Per step, float32 (B, 1, 1)."""
     weight: torch.Tensor
+    """1, or 0 for samples whose residual has not lasted, float32 (B, 1, 1)."""
     error: torch.Tensor
+    """The relative error of this attention at the dense step without and with the correction, float32 (2,)."""
 
     @classmethod
     def measured(cls, dense: torch.Tensor, sparse: torch.Tensor, step: int, before: "Residual | None") -> "Residual":
-        """Return the residual of a dense step, computed in float32, some tokens at a time.
+        """Return the residual at a dense step of outputs (B, N, C), in float32, some tokens at a time.
 
-        Args:
-            dense: output of the model's own attention, (B, N, C).
-            sparse: that of sparse attention.
-            step: index of the step.
-            before: the residual of the dense step before this one.
+        ``before`` is the residual of the dense step before this one.
         """
         samples, tokens, channels = dense.shape
         rank = min(RANK, tokens, channels)
-        old = before if before is not None and before.fits(dense) and before.step < step else None
+        old = before if before is not None and before.shape == dense.shape and before.step < step else None
         size = max(1, _MOST_AT_A_TIME // (samples * channels))
         parts = [slice(start, start + size) for start in range(0, tokens, size)]
 
@@ -102,23 +92,15 @@ class Residual:
             share = (product / old_norm.clamp_min(1e-30)).clamp(_LEAST_LEFT, 1)
             fading = share ** (1 / (step - old.step))
             weight = (norm - 2 * share * product + share.square() * old_norm <= _LASTS**2 * norm).float()
-            used = old.factor(step)
+            used = old.weight * old.fading ** (step - old.step)
             corrected = norm - 2 * used * product + used.square() * old_norm
         error = (torch.stack([norm.sum(), corrected.sum().clamp_min(0)]) / whole.sum().clamp_min(1e-30)).sqrt()
-        return cls(left, right.to(kept), step, fading, weight, error)
-
-    def fits(self, output: torch.Tensor) -> bool:
-        """Whether it belongs to an output of this shape."""
-        return (*self.left.shape[:2], self.right.shape[2]) == tuple(output.shape)
-
-    def factor(self, step: int) -> torch.Tensor:
-        """Return by how much it is multiplied at a later step, (B, 1, 1)."""
-        return self.weight * self.fading ** max(0, step - self.step)  # a solver may look back at an earlier step
+        return cls(left, right.to(kept), dense.shape, step, fading, weight, error)
 
     def add_to(self, output: torch.Tensor, step: int) -> torch.Tensor:
         """Return an output (B, N, C) of a later step with the faded residual added."""
-        right = (self.right * self.factor(step)).to(output.dtype)
-        return torch.baddbmm(output, self.left.to(output.dtype), right)
+        factor = self.weight * self.fading ** max(0, step - self.step)  # a solver may look back at an earlier step
+        return torch.baddbmm(output, self.left.to(output.dtype), (self.right * factor).to(output.dtype))
 
 
 _ZERO: Any = 0
@@ -146,10 +128,7 @@ def _orthonormal(x: torch.Tensor) -> torch.Tensor:
 
 
 class BranchState:
-    """The residuals of one branch of the guidance, of all attentions of a model.
-
-    A pipeline may call its transformer several times per step, such as with and without the caption.
-    """
+    """The residuals of one branch of the guidance, such as with the caption, of all attentions of a model."""
 
     def __init__(self) -> None:
         self.residuals: dict[Place, Residual] = {}
@@ -164,7 +143,7 @@ class BranchState:
     def correct(self, place: Place, output: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of an attention with the residual that its latest dense step has measured."""
         residual = self.residuals.get(place)
-        if residual is None or not residual.fits(output):
+        if residual is None or residual.shape != output.shape:
             return output
         if step.index == step.count - 1:
             del self.residuals[place]
@@ -173,76 +152,3 @@ class BranchState:
 
 def _nothing() -> None:
     return None
-
-
-class Run:
-    """One running call of a pipeline: its branches, by model, and how far it is."""
-
-    def __init__(self) -> None:
-        self.step: Step | None = None
-        self._timesteps: object = None
-        self._first: Hashable = None
-        """The model that began the present step."""
-        self._branches: dict[Hashable, list[BranchState]] = {}
-        """By the model, or an engine's name."""
-        self._used: set[BranchState] = set()
-        """Those of the present step."""
-        self.errors: dict[Hashable, Errors] = {}
-        """By the model."""
-
-    def branch(self, owner: Hashable, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
-        """Return the branch that a forward belongs to, and whether the forward begins a step.
-
-        A branch is identified by its conditions, or by its order within a step if the pipeline recreates them.
-        """
-        before = self.step
-        if (
-            before is None
-            or step.count != before.count
-            or step.index < before.index
-            or timesteps is not self._timesteps
-        ):
-            self.clear()
-        begins = self.begin(step)
-        if begins and owner != self._first:  # another expert has taken over
-            self._branches.clear()
-            self._first = owner
-        self._timesteps = timesteps
-        branches = self._branches.setdefault(owner, [])
-        free = [one for one in branches if one not in self._used]
-        same = [one for one in free if conditions is not None and one.conditions() is conditions]
-        found = (same + free + [BranchState()])[0]
-        if found not in branches:
-            branches.append(found)
-        self._used.add(found)
-        if found.conditions() is not None and found.conditions() is not conditions:  # the earlier tensors still exist
-            found.residuals.clear()
-        found.conditions = _nothing if conditions is None else weakref.ref(conditions)
-        return found, begins
-
-    def begin(self, step: Step) -> bool:
-        """Begin a forward, and return whether it begins a step.
-
-        A branch that a whole step did not use has ended, as at the end of guidance or where another expert takes over.
-        """
-        begins = self.step != step
-        if begins:
-            for branches in self._branches.values():
-                branches[:] = [one for one in branches if one in self._used]
-            self._used.clear()
-        self.step = step
-        return begins
-
-    def named(self, name: Hashable) -> BranchState:
-        """Return the branch of a name, for an engine that tells its branches apart itself."""
-        branches = self._branches.setdefault(name, [])
-        if not branches:
-            branches.append(BranchState())
-        self._used.add(branches[0])
-        return branches[0]
-
-    def clear(self) -> None:
-        """Forget everything, as after a forward that failed."""
-        self._branches.clear()
-        self._used.clear()
-        self.step = self._timesteps = None

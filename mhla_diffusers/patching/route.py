@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -25,10 +26,11 @@ from torch.overrides import (  # type: ignore[attr-defined]
 from ..attention import SparseCall, reference_attention, run
 from ..attention.layout import Extra
 from ..attention.precision import autocast_type
+from ..families.mhla import key_weights
 from .call import Call, Seen, held
+from .residual import BranchState
 
 BACKEND = "mhla"
-"""Name of the attention backend that is registered with diffusers."""
 DENSE_STEP = "dense steps"
 
 
@@ -43,9 +45,7 @@ class Request(NamedTuple):
     dispatches: bool = False
     """Whether it came from diffusers' dispatcher, and goes back to it where attention stays dense."""
     backend: str | None = None
-    """The dispatcher's backend that the user has chosen; None for the active one."""
     parallel: Any = None
-    """diffusers' configuration of several processes, for the dispatcher."""
     own: Callable[..., torch.Tensor] | None = None
     """An engine's own attention, of the same tensors; None for diffusers and PyTorch."""
 
@@ -56,17 +56,9 @@ class Request(NamedTuple):
         if self.dispatches:
             from diffusers.models.attention_dispatch import dispatch_attention_fn
 
+            how = self.mask, self.dropout, self.is_causal, self.scale, self.enable_gqa
             output: torch.Tensor = dispatch_attention_fn(
-                query,
-                key,
-                value,
-                self.mask,
-                self.dropout,
-                self.is_causal,
-                self.scale,
-                self.enable_gqa,
-                backend=self.backend,
-                parallel_config=self.parallel,
+                query, key, value, *how, backend=self.backend, parallel_config=self.parallel
             )
             return output
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -82,36 +74,33 @@ class Fit(NamedTuple):
     key_mask: torch.Tensor | None = None
     """(B, N), which tokens take part."""
     differs: bool = False
-    """Whether there are queries of extra tokens, whose rows of the mask may be others than the grid's."""
+    """Whether there are queries of extra tokens, whose rows of the mask may differ from the grid's."""
     reason: str = ""
-    """Why it stays dense; empty if it can be sparse."""
     level: int = logging.WARNING
-    """Log level: INFO where staying dense is intended, as for cross-attention."""
+    """INFO where staying dense is intended, as for cross-attention."""
+
+
+Here = tuple[Call | None, torch.Tensor | None, int]
+"""Call, number of the self-attention that runs, on the CPU, and how many calls of attention it has made before."""
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    call: Call | None,
-    layer: torch.Tensor | None,
-    part: int,
-    request: Request,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, request: Request, here: Here | None = None
 ) -> torch.Tensor:
-    """Answer a call of attention: dense, sparse, or sparse and corrected by a dense step's residual.
+    """Answer a call of attention: dense, sparse, or sparse and corrected by a dense step's residual; (B, N, H, D).
 
     Args:
         query: (B, N, H, D) after RoPE, the grid's tokens in raster order with extra ones before or after them.
         key: (B, N', H', D).
         value: like ``key``.
-        call: the running call; None outside of a patched model's forward.
-        layer: number of the self-attention that runs, on the CPU; None outside of a patched one.
-        part: how many calls of attention it has made before this one.
         request: what else the model asks for.
-
-    Returns:
-        (B, N, H, D).
+        here: of which attention of which call it is; None for what runs in this thread.
     """
+    if here is None:
+        state = held()
+        here = state.call, state.layer, state.part
+        state.part += 1
+    call, layer, part = here
     if call is None or layer is None:
         return request.exact(query, key, value)
     fit = fitted(query, key, value, call, request)
@@ -137,15 +126,15 @@ def attend(
             parts = (x.flatten(2).chunk(len(call.branches)) for x in (exact, found))
             for branch, one, other in zip(call.branches, *parts, strict=True):
                 residual = branch.record(place, one, other, call.step.index)
-                if call.errors is not None:
-                    call.errors[place] = residual.error
+                if call.tally is not None:
+                    call.tally.errors[place] = residual.error
         return exact
     output = sparse(query, key, value, call, fit, request)
     if call.tally is not None:
         call.tally.sparse += 1
     if call.branches and call.step is not None:
-        halves = zip(call.branches, output.flatten(2).chunk(len(call.branches)), strict=True)
-        corrected = [branch.correct(place, x, call.step) for branch, x in halves]
+        halves = output.flatten(2).chunk(len(call.branches))
+        corrected = list(map(BranchState.correct, call.branches, repeat(place), halves, repeat(call.step)))
         output = (corrected[0] if len(corrected) == 1 else torch.cat(corrected)).view(output.shape)
     if call.watch is not None:
         exact_of = partial(request.exact, query, key, value)
@@ -182,20 +171,8 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         if mask.shape[3] != keys or by_head or (differs and not call.rows_alike):
             reason = "a mask between tokens"
         else:
-            key_mask = _key_mask(mask[:, 0, before if differs else 0].expand(len(query), -1))
+            key_mask = key_weights(mask[:, 0, before if differs else 0].expand(len(query), -1))
     return Fit(extra, key_mask, differs and tokens > grid, reason)
-
-
-def _key_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Return weights of keys (B, N) for a mask of ``scaled_dot_product_attention``, bool or added to the scores.
-
-    A bias that is added to a key's scores multiplies the key's weight by its exponential.
-    """
-    if mask.dtype == torch.bool:
-        return mask
-    # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
-    mask = mask.float()
-    return (mask - mask.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(mask.dtype).min)).exp()
 
 
 def sparse(
@@ -215,8 +192,8 @@ def sparse(
         query = functional.pad(query, (0, 0, 0, 0, before, after))
     config = call.patch.config
     rule = config.rule_on(call.grid) if call.rule is None else call.rule
-    shown: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
-    output = run(SparseCall(**shown, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
+    tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
+    output = run(SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
     if is_grid_alone:
         return output[:, before : before + tokens]
     return _with_own_rows(output, *given, fit, request) if fit.differs else output
@@ -241,10 +218,10 @@ def _with_own_rows(
 def _reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit, request: Request
 ) -> torch.Tensor:
-    """Return sparse attention in float64."""
+    config = call.patch.config
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
-    rule, far = call.patch.config.rule_on(call.grid), call.patch.config.far
-    output = reference_attention(SparseCall(**tensors, grid=call.grid, sparse=rule, far=far, extra=fit.extra))
+    rule = config.rule_on(call.grid)
+    output = reference_attention(SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
     doubles = query.double(), key.double(), value.double()
     return _with_own_rows(output, *doubles, fit, request) if fit.differs else output
 
@@ -269,7 +246,7 @@ def _operator(
     call = held().call
     if call is None:
         return request.exact(query, key, value).clone()
-    return attend(query, key, value, call, layer, part, request).clone()
+    return attend(query, key, value, request, (call, layer, part)).clone()
 
 
 @_operator.register_fake
@@ -277,23 +254,11 @@ def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, request: Request) -> torch.Tensor:
-    """Attend with the call and layer of this thread."""
-    state = held()
-    part = state.part
-    state.part = part + 1
-    return attend(query, key, value, state.call, state.layer, part, request)
-
-
 # diffusers' dispatcher
 
 
 def register_backend() -> None:
-    """Register the attention backend with diffusers, once.
-
-    Raises:
-        ImportError: diffusers keeps its backends in another form than the versions that are supported.
-    """
+    """Register the attention backend with diffusers, once; ImportError where its backends have another form."""
     from diffusers import __version__
     from diffusers.models import attention_dispatch
 
@@ -323,13 +288,12 @@ def _backend(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> torch.Tensor:
-    """Answer a model that dispatches."""
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa, True, held().backend, _parallel_config)
     call = held().call
     if _parallel_config is None or call is None or held().layer is None:  # first, so that graphs know of no step
-        return answer(query, key, value, request)
+        return attend(query, key, value, request)
     if call.is_dense and not call.records_residual:
-        return answer(query, key, value, request)
+        return attend(query, key, value, request)
     return _split_over_processes(query, key, value, request)
 
 
@@ -344,12 +308,12 @@ def _split_over_processes(
             "Ring attention gives each process only some keys, but sparse attention needs all of them; use "
             "ContextParallelConfig(ulysses_degree=...)."
         )
-    state, here = held(), request._replace(parallel=None, dispatches=False)
-    place = state.call, state.layer, state.part  # of now: gradients come behind the forward
+    state, own = held(), request._replace(parallel=None, dispatches=False)
+    here = state.call, state.layer, state.part  # of now: gradients come behind the forward
     state.part += 1
 
     def run(mask: torch.Tensor | None, query: Any, key: Any, value: Any) -> torch.Tensor:
-        return attend(query, key, value, *place, here._replace(mask=mask))
+        return attend(query, key, value, own._replace(mask=mask), here)
 
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, *_: Any, **__: Any) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
@@ -375,9 +339,7 @@ def _split_over_processes(
 class Mode(TorchFunctionMode):
     """Answers models that call PyTorch's ``scaled_dot_product_attention`` themselves.
 
-    Args:
-        is_recomputed: whether to leave attention dense that gradient checkpointing will run again, in models whose
-            checkpointing does not carry the call along.
+    ``is_recomputed`` says whether gradient checkpointing will run an attention again without its call; it stays dense.
     """
 
     def __init__(self, is_recomputed: Callable[[], bool] = lambda: False) -> None:
@@ -436,7 +398,7 @@ def _answer_pytorch(
     """Answer a call of ``scaled_dot_product_attention``; a function, because Dynamo guards no method of a mode."""
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return answer(query, key, value, request).transpose(1, 2)
+    return attend(query, key, value, request).transpose(1, 2)
 
 
 def is_checkpointed(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Save a patched model's MHLA to a folder, which may be uploaded to the Hub as it is.
+"""Save a patched model's MHLA to a folder, which may be uploaded to the Hub as it is, and load it again.
 
 A patch is one safetensors file: MHLA's tensors, those of the model that were adapted and a LoRA's, and the settings
 among the metadata. It is written aside and renamed, so that a kill in the middle of saving leaves the one before.
@@ -6,34 +6,52 @@ among the metadata. It is written aside and renamed, so that a kill in the middl
 
 import json
 import logging
+import shlex
+import warnings
+from collections.abc import Mapping
 from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 
-from ..config import LinearConfig
-from ..errors import check_choice
+from ..config import LinearConfig, PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
+from ..errors import check, check_choice, said_allowed
+from ..families import get_family
 from ..files import write_tensors
 from ..settings import Settings, settings
 from .finding import find_transformers, is_patched, require_layers, require_patched
+from .patch import Layers, attach, detach, plan_patch
 from .patched import Patched
-from .weights import base_weights, check_plain, has_lora, lora_weights, refuse_weights_on_disk
+from .weights import (
+    LORA,
+    base_weights,
+    check_plain,
+    check_writable,
+    has_lora,
+    load_lora,
+    lora_weights,
+    refuse_weights_on_disk,
+    resized,
+)
 
 logger = logging.getLogger(__name__)
 
+Model = TypeVar("Model")
 Weights = Literal["mhla", "changed", "all"]
 """What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
 PATCH_FILE = "mhla.safetensors"
 RECORD = "mhla"
-"""Entry of the metadata."""
 FORMAT_VERSION = 5
 _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 """Parts of the names that PEFT gives to weights."""
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @settings()
@@ -42,12 +60,10 @@ class TransformerRecord(Settings):
 
     family: str
     transformer: str
-    """Class name."""
     layers: int
     heads: int
     head_dim: int
     patch: dict[str, Any]
-    """Fields of the :class:`PatchConfig`."""
     base_weights: list[str] = field(default_factory=list)
     """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
 
@@ -63,7 +79,9 @@ class PatchRecord(Settings):
     weights: Weights
     transformers: Annotated[dict[str, TransformerRecord], Field(min_length=1)]
     unpatched: list[str] = field(default_factory=list)
-    """Transformers of the pipeline that the patch leaves alone."""
+
+
+# Saving
 
 
 def save_mhla(
@@ -75,7 +93,7 @@ def save_mhla(
     base_model: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Save the patch of a pipeline or transformer.
+    """Save the patch of a pipeline or transformer, and return the folder.
 
     Args:
         model: patched pipeline or transformer; of a pipeline the transformers that are patched are saved.
@@ -83,25 +101,20 @@ def save_mhla(
         weights: "mhla": MHLA's own tensors, and weights of the model that :func:`load_mhla` replaced, which makes it
             "changed"; "changed": also every other tensor that differs from ``base``; "all": the whole transformer.
         base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
-        base_model: Hub id or path of the base; None for the one that the model was loaded from. Of a path only the
-            name of the folder is recorded.
-        dtype: floating point type of what is saved, such as ``torch.float16`` for half the size; None keeps each
-            tensor's own. Loading brings every tensor to the type that the model has.
-
-    Returns:
-        The folder.
+        base_model: Hub id or path of the base; None for the one that the model was loaded from. A path is recorded by
+            its last part alone.
+        dtype: floating point type to save in, such as ``torch.float16``; None keeps each tensor's own.
 
     Raises:
-        ValueError: not patched, unknown ``weights``, a base that nothing is compared with, LoRA adapters, offloaded or
-            quantised weights in the way, no base known, NaN or infinite values, an unsupported ``dtype``, or a value
-            that ``dtype`` cannot hold.
+        ValueError: not patched, no base to compare with, LoRA adapters, offloaded or quantised weights, NaN or
+            infinite values, or a value that ``dtype`` cannot hold.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
     check_choice("weights", weights, get_args(Weights))
     if base is not None and weights != "changed":
         raise ValueError(f"base needs weights='changed', got weights={weights!r}; change weights, or leave base out.")
     check_choice("dtype", dtype, (*_FLOAT_TYPES, None))
-    find_transformers(model)  # refuses a patch without a family
+    others = set(find_transformers(model))  # refuses a patch without a family
     handles = require_patched(model)
     if any(isinstance(patched.config, LinearConfig) for patched in handles.values()):
         require_layers(model)  # which diffusers' own form makes at the first forward
@@ -112,11 +125,10 @@ def save_mhla(
         if weights == "mhla":
             _warn_of_what_is_not_saved(name, patched)
         chosen = _choose_tensors(name, patched, weights, base, base_model)
-        tensors |= {f"{name}.{key}": _as_saved(f"{name}.{key}", tensor, dtype) for key, tensor in chosen.items()}
-        if patched.lora is not None:
-            for key, tensor in lora_weights(patched.transformer, patched.lora).items():
-                tensors[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
-        family = patched.of_family
+        lora = {} if patched.lora is None else lora_weights(patched.transformer, patched.lora)
+        for key, tensor in (chosen | lora).items():
+            tensors[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
+        family = patched.family
         records[name] = TransformerRecord(
             family.name,
             type(patched.transformer).__name__,
@@ -127,14 +139,8 @@ def save_mhla(
         )
     if weights == "mhla" and any(one.base_weights for one in records.values()):
         weights = "changed"
-    record = PatchRecord(
-        FORMAT_VERSION,
-        base_model_name(base_model),
-        version("diffusers"),
-        weights,
-        transformers=records,
-        unpatched=sorted(set(find_transformers(model)) - set(handles)),
-    )
+    known = base_model_name(base_model), version("diffusers"), weights
+    record = PatchRecord(FORMAT_VERSION, *known, transformers=records, unpatched=sorted(others - set(handles)))
     apart, seen = {}, set()
     for name, tensor in tensors.items():  # safetensors writes no tensors that share memory, as tied embeddings do
         place = tensor.untyped_storage().data_ptr()
@@ -168,21 +174,12 @@ def _choose_tensors(
     transformer = patched.transformer
     refuse_weights_on_disk(transformer, "save the patch")
     # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it
-    own = {
-        f"{path}.mhla.{key}": tensor
-        for path, layer in patched.layers.items()
-        for key, tensor in layer.state_dict().items()
-    }
-    replaced = patched.replaced_weights
-    if weights == "mhla" and replaced is None:
-        raise ValueError(
-            f"The patch of the {name} came with weights of the model, and load_mhla(..., keep_replaced=False) did not "
-            "record which. Save weights='changed' with base=the unpatched model."
-        )
+    layers = patched.layers.items()
+    own = {f"{path}.mhla.{key}": tensor for path, layer in layers for key, tensor in layer.state_dict().items()}
     state = {
         key: places[0]
         for key, places in base_weights(transformer).items()
-        if weights != "mhla" or key in (replaced or ())
+        if weights != "mhla" or key in patched.replaced_weights
     }
     written = own if weights == "mhla" else transformer.state_dict()
     added = [key for key in written if any(mark in key for mark in _PEFT_MARKS)]
@@ -217,27 +214,23 @@ def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -
             "weights='changed' needs the base model, but this model does not record its origin; give base=the "
             "unpatched model, or base_model=its Hub id."
         )
-    kind = patched.of_family.transformer_class(type(patched.transformer).__name__)
+    kind = patched.family.transformer_class(type(patched.transformer).__name__)
     is_pipeline = not Path(base_model, "config.json").is_file()
     loaded: nn.Module = kind.from_pretrained(base_model, **({"subfolder": name} if is_pipeline else {}))
     return loaded
 
 
-def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless all values of a tensor of a patch are finite."""
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_floating_point():
         # types of 8 bits do not know isfinite
         finite = (tensor.float() if tensor.dtype.itemsize == 1 else tensor).isfinite()
-        if not finite.all():
-            count = tensor.numel() - int(finite.sum())
-            raise ValueError(
-                f"{name} holds NaN or infinite values, {count} of {tensor.numel()}; the patch is unusable."
-            )
+        count = tensor.numel() - int(finite.sum())
+        check(not count, f"{name} holds NaN or infinite values, {count} of {tensor.numel()}; the patch is unusable.")
 
 
 def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     tensor = tensor.detach().cpu().contiguous()
-    check_finite(name, tensor)
+    _check_finite(name, tensor)
     if dtype is None or not tensor.is_floating_point():
         return tensor
     saved = tensor.to(dtype)
@@ -269,3 +262,199 @@ def base_model_name(source: str) -> str:
     if cached is not None:
         return "/".join(cached.split("--")[1:])
     return path.parent.name if (path.parent / "model_index.json").is_file() else path.name
+
+
+# Loading
+
+
+def load_mhla(
+    model: Model,
+    patch: str | Path,
+    *,
+    blocks: tuple[int, ...] | None = None,
+    backend: str = "auto",
+    revision: str | None = None,
+    token: str | None = None,
+) -> Model:
+    """Apply a saved patch, load its weights, and return the model. If anything is refused it is unchanged.
+
+    A patch with weights of the model itself replaces them; they are kept in the CPU's memory, and :func:`remove_mhla`
+    brings them back. A LoRA of the patch is loaded as the adapter ``mhla``. A model that was loaded from elsewhere than
+    the patch's base model gets a warning, since other weights of the same shapes are not noticed.
+
+    Args:
+        model: unpatched pipeline or transformer of the kind that the patch was made for.
+        patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-mhla".
+        blocks: other block counts to open the patch at; mixing matrices are interpolated.
+        backend: of MHLA.
+        revision: of a Hub repository; with it a folder here of the owner's name does not count.
+        token: for a private Hub repository.
+
+    Raises:
+        ValueError: wrong model, damaged or incomplete files, non-finite values, or a model that is patched already.
+        FileNotFoundError: no patch there.
+    """
+    folder = _find_folder(patch, revision, token)
+    record, tensors = read_record(folder), load_file(folder / PATCH_FILE)
+    for name, tensor in tensors.items():
+        _check_finite(f"{folder / PATCH_FILE}: {name}", tensor)
+    transformers = _check_model(record, find_transformers(model))
+    if is_patched(model):
+        raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
+    source = loaded_from(model, next(iter(transformers.values())))
+    came_from = base_model_name(source)
+    lies_beside = source == str(patch) or folder.resolve() in (Path(source).resolve(), Path(source).resolve().parent)
+    belongs = lies_beside or not record.base_model or came_from in ("", record.base_model)
+    if record.weights != "all" and not belongs:
+        warnings.warn(
+            f"This patch was made for {record.base_model}, but the model was loaded from {came_from}. Unless that is "
+            "a copy, the two do not belong together.",
+            stacklevel=2,
+        )
+    plans = []
+    for name, transformer in transformers.items():
+        saved = record.transformers[name]
+        before = PatchConfig.read(saved.patch)
+        opened = before if blocks is None else before.replace(blocks=blocks)
+        patched, layers = plan_patch(transformer, opened, get_family(transformer), model, backend)
+        part = {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
+        lora = {key: part.pop(key) for key in list(part) if ".lora_A." in key or ".lora_B." in key}
+        part = resized(part, before, opened)
+        _check_tensors(patched, layers, part, record, saved)
+        plans.append((patched, layers, part, lora))
+    try:
+        for patched, layers, part, _ in plans:
+            for name, layer in layers.items():
+                state = layer.state_dict(keep_vars=True)
+                with torch.no_grad():
+                    for key in [key for key in part if key.startswith(f"{name}.mhla.")]:
+                        state[key.removeprefix(f"{name}.mhla.")].copy_(part.pop(key))
+            attach(patched, layers)
+            _replace_weights(patched, part)
+        for patched, _, _, own_lora in plans:
+            if own_lora:
+                load_lora(patched.transformer, own_lora)
+                patched.lora = LORA
+    except BaseException:  # no memory, or interrupted
+        for patched, *_ in plans:
+            detach(patched)
+        raise
+    return model
+
+
+@torch.no_grad()
+def _replace_weights(patched: Patched, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors over the model's, by name in a plain model, and keep those that change."""
+    places = base_weights(patched.transformer)
+    for name, tensor in tensors.items():
+        first = places[name][0]
+        new = tensor.to(first.device, first.dtype)
+        if not first.is_meta and not torch.equal(first, new):
+            patched.replaced_weights[name] = first.to("cpu", copy=True)  # first, should the writing be interrupted
+            for place in places[name]:
+                place.copy_(new)
+
+
+def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
+    path = Path(patch)
+    if path.is_dir():
+        return path
+    if (shipped := adapted_patch_folder(str(patch))) is not None:
+        return shipped
+    if str(patch) in patch_names():
+        raise ValueError(
+            f"{patch} is a preset, settings without weights; use apply_mhla(model, {str(patch)!r}) or --patch."
+        )
+    if len(path.parts) == 1 or path.exists():
+        raise FileNotFoundError(
+            f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch; "
+            f"{said_allowed(path.name, adapted_patch_names(), 'mhla info')}"
+        )
+    if path.parent.is_dir() and revision is None:
+        raise FileNotFoundError(
+            f"The local folder {path.parent} has no {path.name}. To load {patch} from the Hub, pass revision='main'."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=[PATCH_FILE]))
+    except (HFValidationError, HfHubHTTPError, OSError) as error:  # offline and not in the cache is an OSError
+        raise FileNotFoundError(
+            f"{patch} is neither a local folder nor a repository that the Hub returned: {error}"
+        ) from error
+
+
+def read_record(folder: Path) -> PatchRecord:
+    """Read what a saved patch says of itself; FileNotFoundError without one, ValueError for what is not a patch."""
+    path = folder / PATCH_FILE
+    if not path.is_file():
+        pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLE_SUFFIXES)
+        why = f" It holds {', '.join(pickles)}, but pickle files are never loaded." if pickles else ""
+        if (folder / "state.json").is_file() or (folder / "checkpoints").is_dir():
+            command = shlex.join(["mhla", "export", str(folder)])
+            why = f" It is of a training run; make a patch of its weights: {command} --output FOLDER"
+        if (folder / "result" / PATCH_FILE).is_file():
+            why = f" It is a training run, whose patch is {folder / 'result'}."
+        raise FileNotFoundError(f"{folder} holds no MHLA patch: {PATCH_FILE} is missing.{why}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            content = json.loads((file.metadata() or {}).get(RECORD, "null"))
+        found = content.get("format_version", FORMAT_VERSION) if isinstance(content, Mapping) else FORMAT_VERSION
+        check(
+            found == FORMAT_VERSION,
+            f"format version {found!r} is unknown to this version of mhla_diffusers, which reads {FORMAT_VERSION}.",
+        )
+        record = PatchRecord.read(content)
+        for part in record.transformers.values():
+            PatchConfig.read(part.patch)
+        return record
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a valid patch: {error}") from error
+
+
+def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    base = record.base_model or "not recorded"
+    if {*record.transformers, *record.unpatched} != set(transformers):
+        kept = f", with {', '.join(record.unpatched)} left as it is" if record.unpatched else ""
+        raise ValueError(
+            f"The patch is for {', '.join(sorted(record.transformers))}{kept} (base model {base}), "
+            f"but the model has {', '.join(sorted(transformers))}."
+        )
+    found = {name: transformers[name] for name in record.transformers}
+    for name, transformer in found.items():
+        family = get_family(transformer)
+        attentions = list(family.self_attentions(transformer).values())
+        facts = dict(zip(("heads", "head_dim"), family.heads(attentions[0]), strict=True))
+        for what, value in {"transformer": type(transformer).__name__, "layers": len(attentions), **facts}.items():
+            saved = getattr(record.transformers[name], what)
+            if saved != value:
+                raise ValueError(
+                    f"The patch does not fit the {name}: it was made for {what}={saved!r}, the model has {value!r}. "
+                    f"Base model of the patch: {base}."
+                )
+    return found
+
+
+def _check_tensors(
+    patched: Patched,
+    layers: Layers,
+    tensors: dict[str, torch.Tensor],
+    record: PatchRecord,
+    saved: TransformerRecord,
+) -> None:
+    own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
+    check_writable(patched.transformer, set(tensors) - set(own), "load the patch")  # first: others have other shapes
+    base = {}
+    if record.weights != "mhla":
+        base = {key: places[0] for key, places in base_weights(patched.transformer).items()}
+    needed = {*own, *(base if record.weights == "all" else saved.base_weights)}
+    known = own | base
+    problems = [f"missing {key}" for key in sorted(needed - set(tensors))]
+    problems += [f"unexpected {key}" for key in sorted(set(tensors) - set(known))]
+    for key in sorted(set(tensors) & set(known)):
+        if tensors[key].shape != known[key].shape:
+            problems.append(f"{key} has shape {tuple(tensors[key].shape)}, expected {tuple(known[key].shape)}")
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError(f"The patch does not fit the model: {'; '.join(problems[:8])}{more}.")

@@ -9,32 +9,20 @@ ends when the call does, also one that fails or is cancelled.
 import sys
 import weakref
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import Step
-from .residual import Run
+from .call import Run
 
 _RUN = "_mhla_run"
 """Name of the local variable of a running pipeline's method that holds its :class:`Run`."""
 
 
-class Sampling(NamedTuple):
-    """A running call of a pipeline."""
-
-    run: Run
-    step: Step
-    timesteps: Any
-    """The scheduler's, which are new in every call."""
-
-
 class Pipeline:
-    """The pipeline or other object with ``transformer`` and ``scheduler`` that a patch was applied to; maybe none.
-
-    It is not kept alive where it allows a weak reference.
-    """
+    """The pipeline or object with ``transformer`` and ``scheduler`` that a patch was applied to, held weakly."""
 
     def __init__(self, owner: Any) -> None:
         owner = None if isinstance(owner, nn.Module) or not hasattr(owner, "scheduler") else owner
@@ -49,23 +37,15 @@ class Pipeline:
         """Leave the pipeline out: some other one will call a copied or pickled transformer."""
         return Pipeline, (None,)
 
-    def __deepcopy__(self, memo: Any) -> "Pipeline":
-        return Pipeline(None)
-
     @property
     def owner(self) -> Any:
         """The object; None if it is unknown or gone."""
         return self._owner()
 
-    def sampling(self, transformer: nn.Module, timestep: Any) -> Sampling | None:
-        """Return the call of a pipeline that a forward belongs to; None if no step is known.
-
-        Args:
-            transformer: whose forward runs.
-            timestep: argument of the forward, for schedulers that do not count their steps.
-        """
+    def sampling(self, transformer: nn.Module, timestep: Any) -> tuple[Run, Step, Any] | None:
+        """Return the call of a pipeline that a forward belongs to, its step and timesteps; None if no step is known."""
         frame, owner = _running_method(transformer)
-        scheduler = getattr(self.owner if owner is None else owner, "scheduler", None)
+        scheduler = getattr(self._owner() if owner is None else owner, "scheduler", None)
         step = step_of(scheduler, timestep)
         if step is None and frame is not None:  # the model got a copy of the loop's variable, as in Hunyuan-DiT
             step = step_of(scheduler, frame.f_locals.get("t"), frame.f_locals.get("timesteps"))
@@ -76,7 +56,7 @@ class Pipeline:
         run: Run | None = runs.get(key)
         if run is None:
             run = runs[key] = Run()
-        return Sampling(run, step, scheduler.timesteps)
+        return run, step, scheduler.timesteps
 
 
 def _nothing() -> None:
@@ -91,19 +71,19 @@ def _running_method(transformer: nn.Module) -> tuple[FrameType | None, Any]:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":
             this = frame.f_locals.get("self")
-            if this is owner or (owner is None and _runs_with(this, transformer)):
-                found, owner = (frame, this) if this is not None else (found, owner)
+            if this is not None and (this is owner or (owner is None and _runs_with(this, transformer))):
+                found, owner = frame, this
         frame = frame.f_back
     return found, owner
 
 
 def _runs_with(owner: Any, transformer: nn.Module) -> bool:
-    """Whether an object has a transformer, possibly compiled, and a scheduler."""
     if isinstance(owner, nn.Module) or getattr(owner, "scheduler", None) is None:
         return False
-    own = vars(owner).items() if hasattr(owner, "__dict__") else ()
-    named = (value for name, value in own if name.startswith(("transformer", "unet")))
-    return any(getattr(value, "_orig_mod", value) is transformer for value in named)
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if name.startswith(("transformer", "unet")) and getattr(value, "_orig_mod", value) is transformer:
+            return True
+    return False
 
 
 def step_of(scheduler: Any, timestep: Any, timesteps: Any = None) -> Step | None:
@@ -111,31 +91,30 @@ def step_of(scheduler: Any, timestep: Any, timesteps: Any = None) -> Step | None
 
     Args:
         scheduler: whose timesteps are set; or None.
-        timestep: argument of the forward. It tells the step where the scheduler does not count, as DDIM's, while it is
-            a view of one of the timesteps: its place in memory is known without reading the device.
+        timestep: argument of the forward. Where the scheduler does not count, as DDIM's, and this is a view of one of
+            the timesteps, its place in memory gives the step, without reading the device.
         timesteps: that the loop runs over, if not the scheduler's own tensor.
     """
     timesteps = getattr(scheduler, "timesteps", None) if timesteps is None else timesteps
     if not isinstance(timesteps, torch.Tensor) or not len(timesteps):
         return None
-    first = getattr(scheduler, "begin_index", None) or 0
+    first = int(getattr(scheduler, "begin_index", None) or 0)
     if hasattr(scheduler, "step_index"):
         done = scheduler.step_index if scheduler.step_index is not None else first
     elif hasattr(scheduler, "counter"):  # PNDM
         done = scheduler.counter
-    elif isinstance(timestep, torch.Tensor) and _shares_memory(timestep, timesteps):
+    elif isinstance(timestep, torch.Tensor) and timestep.device == timesteps.device and (
+        timestep.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
+    ):  # fmt: skip
         done = timestep.storage_offset() - timesteps.storage_offset()
     else:
         return None
-    start = _steps_before(scheduler, int(first))
-    step = Step(_steps_before(scheduler, int(done)) - start, _count_steps(scheduler) - start)
+    last = len(scheduler.timesteps) - 1
+    if getattr(scheduler, "num_inference_steps", None) == last and not hasattr(scheduler, "prk_timesteps"):
+        last -= 1  # of SANA-Sprint's scheduler the last one is where the steps end
+    start = _steps_before(scheduler, first)
+    step = Step(_steps_before(scheduler, int(done)) - start, _steps_before(scheduler, last) + 1 - start)
     return step if 0 <= step.index < step.count else None
-
-
-def _shares_memory(timestep: torch.Tensor, timesteps: torch.Tensor) -> bool:
-    return timestep.device == timesteps.device and (
-        timestep.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
-    )
 
 
 def _steps_before(scheduler: Any, forward: int) -> int:
@@ -147,10 +126,3 @@ def _steps_before(scheduler: Any, forward: int) -> int:
     if not len(runge_kutta):
         return max(0, forward - 1)
     return forward // 4 if forward < len(runge_kutta) else forward - len(runge_kutta) * 3 // 4
-
-
-def _count_steps(scheduler: Any) -> int:
-    timesteps = len(scheduler.timesteps)
-    if getattr(scheduler, "num_inference_steps", None) == timesteps - 1 and not hasattr(scheduler, "prk_timesteps"):
-        timesteps -= 1  # of SANA-Sprint's scheduler the last one is where the steps end
-    return _steps_before(scheduler, timesteps - 1) + 1

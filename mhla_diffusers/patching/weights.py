@@ -1,8 +1,4 @@
-"""Weights of a patch: replaced weights of the model, its LoRA, and its own at other block counts.
-
-Weights of the model go by the names that they have in a plain model, also while its projections are fused or adapters
-wrap its layers.
-"""
+"""Weights of the model, by their names in a plain model; a patch's LoRA; its own weights at other block counts."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -30,7 +26,7 @@ _ADDED = (".mhla.", "lora_", ".modules_to_save.")
 
 
 def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Return every tensor that is not MHLA's by its name in a plain model: where it lies, the place that counts first.
+    """Return every tensor that is not MHLA's by its name in a plain model, where it lies; the first place counts.
 
     A fused projection is given by its parts, which lie there and in the single projections.
     """
@@ -54,13 +50,7 @@ def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
 
 
 def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ValueError unless weights can be written: merged with adapters, quantised, sharded or offloaded ones.
-
-    Args:
-        transformer: the model.
-        names: of the weights, in a plain model.
-        purpose: for the error, such as "load the patch".
-    """
+    """Raise ValueError if weights of a plain model's names are merged, quantised, sharded or offloaded."""
     names = list(names)
     if not names:
         return
@@ -137,11 +127,7 @@ def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load the LoRA of a patch; other adapters stay as they are.
-
-    Raises:
-        ValueError: it has an adapter of that name.
-    """
+    """Load the LoRA of a patch beside other adapters; ValueError if there is one of its name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     before = {
@@ -193,8 +179,7 @@ def remove_lora(transformer: Any, name: str) -> None:
 def resized(tensors: Mapping[str, torch.Tensor], before: PatchConfig, after: PatchConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of a patch for other blocks: mixing matrices are interpolated over block positions.
 
-    Those of causal patches are extended along the first axis by :func:`extend_mixing`, or cut there, since a block
-    stands for as many tokens as before.
+    Causal ones are extended along the first axis by :func:`extend_mixing`, or cut: a block keeps its number of tokens.
     """
     part = dict(tensors)
     if not (isinstance(before, LinearConfig) and isinstance(after, LinearConfig)) or before.blocks == after.blocks:

@@ -234,7 +234,7 @@ class Original:
         self._transformer, self._values = transformer, dict[str, torch.Tensor]()
         replaced: dict[str, torch.Tensor] = {}
         for patched in find_patched(transformer).values():
-            replaced |= patched.replaced_weights or {}
+            replaced |= patched.replaced_weights
         shared = {plain_name(name) for name in trained if ".mhla." not in name and lora_of(name) is None}
         for name, parameter in transformer.named_parameters():
             plain = plain_name(name)
@@ -285,7 +285,7 @@ def begin_with(folder: Path, model: Any) -> Any:
     saved = load_file(folder / PATCH_FILE)
     for name, parameter in model.named_parameters():
         value = saved.get(f"{component}.{plain_name(name)}")
-        is_new = ".mhla." in name or plain_name(name) in (patched.replaced_weights or ())
+        is_new = ".mhla." in name or plain_name(name) in patched.replaced_weights
         if value is not None and is_new and not parameter.is_meta:
             parameter.data = value
     return model

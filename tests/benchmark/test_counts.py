@@ -49,6 +49,16 @@ def test_counts_are_those_that_follow_from_sizes(config):
     assert half[ATTENTION] == (plain[ATTENTION] + patched[ATTENTION]) / 2
 
 
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "flux-dev", "sd3.5-large", "qwen-image", "pixart-alpha-xl-2"])
+def test_the_count_of_a_loaded_model_is_that_of_its_configuration(name):
+    """By which ``apply_mhla`` says what a patch brings at most; without modulation, embeddings and the last layer."""
+    case = choose_cases([name])[0]
+    family, model, layer = case.family, case.build(META, torch.bfloat16), (case.model.heads, case.model.head_dim)
+    softmax = SparseConfig().sizes_on(case.grid, *layer, family.extra_tokens).softmax_flops
+    found = family.other_flops(model, case.grid) + len(family.self_attentions(model)) * softmax
+    assert found == pytest.approx(sum(count_forward(case).values()), rel=0.002)
+
+
 def test_blocks_that_do_not_fit_are_refused():
     with refused("(64, 64, 64)"):
         count_forward(Case(models()["wan2.1-1.3b"], 480, 800, 81), MHLAConfig(blocks=(64, 64, 64)))

@@ -926,8 +926,7 @@ def handle(model: Any) -> Any:
 
 def tally(model: Any) -> tuple[int, dict[str, int]]:
     """Sparse attentions of the latest call of a patched transformer, and dense ones by reason; read once."""
-    found = handle(model).tally
-    words, found.latest = found.summary() or found.latest, ""
+    words = str(handle(model).tally)
     dense = re.findall(r", ([\d,]+) dense: (.*?)(?=, [\d,]+ dense: |$)", words)
     return int(re.findall(r"[\d,]+", words)[0].replace(",", "")), {reason: int(count) for count, reason in dense}
 

@@ -11,7 +11,7 @@ from mhla_diffusers.patching import register_mixing_clip
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..refusals import refused
-from .shared import assert_equal_up_to_order, assert_same_footprint, footprint, own_form
+from .shared import assert_same_footprint, footprint, own_form
 
 
 def masked_attention(name, tokens, mask, **settings):
@@ -103,19 +103,6 @@ def test_a_class_in_the_place_of_an_instance_is_refused(name):
     model.set_attn_processor(mhla.MHLAProcessor)
     with refused("instance"):
         model(**inputs(name))
-
-
-@pytest.mark.parametrize("name", ["wan", "dit"])
-def test_sparse_attention_in_diffusers_own_form(name):
-    """It runs in every step and layer, and is removed; dense steps that are asked for are refused."""
-    settings = {"density": 0.2, "block_size": 4, "far": "means"}
-    model, expected = FAMILIES[name].build(), output(FAMILIES[name].build(), inputs(name))
-    processor = mhla.MHLAProcessor(**settings, grid=FAMILIES[name].grid)
-    for attn in (attn for path, attn in model.named_modules() if path.endswith(("attn1", "attn2"))):
-        attn.set_processor(processor)
-    assert_equal_up_to_order(output(model, inputs(name)), output(patched(name, **settings), inputs(name)))
-    assert_changed(output(model, inputs(name)), expected)
-    assert torch.equal(output(mhla.remove_mhla(model), inputs(name)), expected)
 
 
 def test_diffusers_own_form_names_the_line_that_gives_the_grid():

@@ -251,11 +251,18 @@ def test_a_callback_that_looks_at_the_unpatched_model_changes_nothing():
     assert torch.equal(seen[0], others)
 
 
+def counts(caplog):
+    """The lines that calls have ended with; the same one twice in a row is logged once."""
+    return [line for line in caplog.messages if line.startswith("MHLA: sparse in")]
+
+
 def test_threads_keep_apart_also_those_that_end_by_an_interrupt(caplog):
     pipe = mhla.apply_mhla(wan_pipeline(), **DENSE)
     second = type(pipe)(**pipe.components | {"scheduler": copy.deepcopy(pipe.scheduler)})
-    expected = [sample(pipe, seed) for seed in (0, 1)]
-    found, barrier, before = {}, threading.Barrier(2), None
+    with caplog.at_level(logging.INFO):
+        expected = [sample(pipe, seed) for seed in (0, 1)]
+    counted, found, barrier, before = counts(caplog), {}, threading.Barrier(2), None
+    mhla.change_mhla(pipe)
 
     def run(one, seed, **call):
         def wait(pipe, index, *_):
@@ -269,7 +276,8 @@ def test_threads_keep_apart_also_those_that_end_by_an_interrupt(caplog):
 
     with caplog.at_level(logging.INFO):
         in_threads(lambda: run(pipe, 0), lambda: run(second, 1))
-    assert caplog.text.count("corrected from") == 2
+    assert caplog.text.count("corrected from") == 4
+    assert counts(caplog) == counted * 2 and len(counted) == 1  # each call counts its own attentions
     assert all(torch.equal(found[seed], expected[seed]) for seed in (0, 1))
     for _ in range(2):
         in_threads(lambda: run(pipe, 0, until=4), lambda: run(second, 1, until=4))

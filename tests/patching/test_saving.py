@@ -73,9 +73,6 @@ def test_what_was_loaded_with_weights_is_saved_with_them(weights, tmp_path):
     arguments = models.inputs("wan")
     other = load_mhla(models.wan(), again)
     assert torch.equal(models.output(other, arguments), models.output(model, arguments))
-    unkept = load_mhla(models.wan(), tmp_path / "first", keep_replaced=False)
-    with refused("weights='changed' with base"):
-        save_mhla(unkept, tmp_path / "unkept")
 
 
 @pytest.mark.parametrize("patched", [["transformer", "transformer_2"], ["transformer"], ["transformer_2"]], ids=str)

@@ -98,16 +98,6 @@ def test_removal_of_an_adapted_patch_from_a_copy_and_in_another_type(tmp_path):
     assert not model.blocks[0].attn1.to_q.weight.any()
 
 
-def test_without_keeping_what_was_replaced_removal_is_refused(tmp_path):
-    folder, expected = saved("wan", tmp_path / "changed")
-    model = mhla.load_mhla(FAMILIES["wan"].build(), folder, keep_replaced=False)
-    with refused("keep_replaced=False", "from_pretrained"):
-        mhla.remove_mhla(model)
-    assert torch.equal(output(model, inputs("wan")), expected), "the patch is whole still"
-    own = mhla.save_mhla(mhla.apply_mhla(FAMILIES["wan"].build(), blocks=(2, 2, 3)), tmp_path / "own")
-    mhla.remove_mhla(mhla.load_mhla(FAMILIES["wan"].build(), own, keep_replaced=False))
-
-
 def test_an_interruption_while_loading_leaves_the_model_as_it_was(tmp_path):
     pipe, base = wan22_pipeline(), wan22_pipeline()
     mhla.apply_mhla(pipe, blocks=(1, 1, 1))

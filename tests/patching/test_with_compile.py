@@ -10,7 +10,6 @@ import mhla_diffusers as mhla
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import NOTHING_DENSE
 
-from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, inputs, output, seeded
 from ..pipelines import wan_pipeline
 from .shared import EVERYTHING, assert_equal_up_to_order
@@ -48,20 +47,6 @@ def test_the_whole_transformer_compiles_to_one_graph_for_a_size(name, settings, 
         assert_equal_up_to_order(output(compiled, arguments), wanted)
         counts.append(counter.frame_count)
     assert counts == ([1, 2, 2, 2] if len(requests) == 4 else [1, 1])
-
-
-@pytest.mark.slow
-def test_prompts_of_other_lengths(counter):
-    """Krea 2 joins the text and the picture: a graph for each length."""
-    case = case_of("krea2")
-    model = mhla.apply_mhla(case.transformer(), **SPARSE)
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for cut in (0, 2):
-        arguments = case.inputs()
-        for name in ("encoder_hidden_states", "encoder_attention_mask"):
-            arguments[name] = arguments[name][:, cut:]
-        arguments["position_ids"] = arguments["position_ids"][cut:]
-        assert_equal_up_to_order(output(compiled, arguments), output(model, arguments))
 
 
 @pytest.mark.slow
