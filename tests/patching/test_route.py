@@ -93,21 +93,14 @@ def test_density_1_is_the_model_itself_and_removal_leaves_nothing():
     assert torch.equal(run(model), expected)
 
 
-@pytest.mark.parametrize("name", ["without a family", "wan", "dit"])
-def test_an_attention_over_the_grid_is_the_operator(name):
-    """Of a model without a family, of one that dispatches, and of one that calls PyTorch's function."""
-    if name in FAMILIES:
-        model, arguments = models.patched(name, **SMALL), models.inputs(name)
-        seen, grid, extra = seen_by(model, lambda: models.output(model, arguments)), FAMILIES[name].grid, (0, 0)
-        assert [one.layer for one in seen] == list(find_patched(model)["transformer"].names)
-    else:
-        model, grid, extra = plain(SMALL), GRID, (0, TEXT)
-        seen = seen_by(model, lambda: run(model))
-        query = model.layers[0](inputs()[0]).chunk(3, dim=-1)[0].unflatten(-1, (-1, HEAD_DIM))
-        assert torch.equal(seen[0].query, query) and len(seen) == 3
+def test_an_attention_over_the_grid_is_the_operator():
+    model = plain(SMALL)
+    seen = seen_by(model, lambda: run(model))
+    query = model.layers[0](inputs()[0]).chunk(3, dim=-1)[0].unflatten(-1, (-1, HEAD_DIM))
+    assert torch.equal(seen[0].query, query) and len(seen) == 3
     for one in seen:
         settings = {name: SMALL[name] for name in ("density", "block_size", "far")}
-        found = sparse_attention(one.query, one.key, one.value, grid, **settings, extra=extra)
+        found = sparse_attention(one.query, one.key, one.value, GRID, **settings, extra=(0, TEXT))
         assert torch.equal(one.output, found)
         # float32 sums of some hundred tokens, with softmax
         torch.testing.assert_close(one.output.double(), one.reference(), rtol=1e-4, atol=1e-5)

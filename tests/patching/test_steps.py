@@ -126,23 +126,6 @@ def test_more_dense_steps_than_a_call_has_are_refused():
 # Every pipeline, scheduler and solver
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_dense_steps_of_every_pipeline(name):
-    """With MHLA in SANA, whose own attention is linear: what is drawn tells."""
-    pipe, settings = PIPELINES[name].build(), PLAIN
-    before = pictures(name, pipe)
-    if name == "sana":
-        settings = {"blocks": PIPELINES[name].blocks}
-    mhla.apply_mhla(pipe, **settings)
-    every, drawn = pictures(name, pipe), {}
-    for steps, dense in ((1, 1), (0.5, 1), (3, 3), (4, 4)):
-        mhla.change_mhla(pipe, dense_first=steps)
-        found = dense_forwards(pipe, lambda steps=steps: drawn.update({steps: pictures(name, pipe)}))
-        assert name == "sana" or by_step(found, 4) == [True] * dense + [False] * (4 - dense)
-    assert torch.equal(drawn[4], before) and torch.equal(drawn[0.5], drawn[1])
-    assert not torch.equal(drawn[3], before) and not torch.equal(drawn[1], every)
-
-
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 ONE, TWO = [True] * 2 + [False] * 2, [True] * 4 + [False] * 3
 OF_FLOW = [
