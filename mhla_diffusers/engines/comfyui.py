@@ -40,33 +40,25 @@ _WRAPPER_KEY = "mhla"
 _OVERRIDE = "optimized_attention_override"
 """Key of a function that ComfyUI calls with its own attention, query, key, value, number of heads and options."""
 _PREVIOUS = "mhla_previous"
-"""Attribute of our override: the override before it."""
 
 
 @dataclass
 class _Forward:
-    """Inputs of one forward of the diffusion model that its attentions need."""
-
     call: Call
     references: str = ""
     """Says which inputs add tokens of other pictures, which have no place on the grid, to the sequence."""
     double_blocks: int = 0
     attended: int = 0
-    """Self-attentions over the grid so far."""
 
 
 @dataclass
 class _Patch:
-    """State that the override and the wrappers of one patched model share."""
-
     engine: Engine
     forward: ContextVar[_Forward | None] = field(default_factory=lambda: ContextVar("mhla_forward", default=None))
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a forward finds its branches, as ComfyUI may give every GPU a thread."""
     forwards: int = 0
-    """Those of the diffusion model in the present sampling."""
     reached: bool = False
-    """Whether any attention came to the override in the present sampling."""
 
 
 def patch_model(model: Any, settings: EngineSettings) -> Any:

@@ -27,9 +27,7 @@ class Engine:
         self.tally = Tally(self.log)
         self.run = Run()
         self._in_forward: set[int] = set()
-        """Layers that have attended in the present forward."""
         self._forward = 0
-        """Number of the present forward within its step."""
         self._end: weakref.finalize[Any, Any] | None = None
 
     def attend(

@@ -23,7 +23,6 @@ from .engine import Engine
 from .settings import settings_from_environment
 
 _VERSION = "0.5.23"
-"""Version of SGLang that this was written for and is tested with."""
 _ATTENTION = "sglang.multimodal_gen.runtime.layers.attention"
 _RING = "ring attention, which needs the log-sum-exp"
 
@@ -108,7 +107,6 @@ class SparseImplementation:
         self.layer = int(number[1]) if number else None
         self.request = Request(is_causal=causal, scale=softmax_scale)
         self.extra = (0, 0)
-        """Tokens before and after the grid's in the present call."""
         self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -203,7 +201,6 @@ def _attend_and_count(forward: Callable[..., Any], layer: Any, *args: Any, **kwa
 
 
 def _forward_batch() -> Any:
-    """Return SGLang's context and the request in it; None of both outside of denoising."""
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context_or_none
 
     context = get_forward_context_or_none()

@@ -27,7 +27,6 @@ from .engine import Engine
 from .settings import settings_from_environment
 
 NAME = "MHLA"
-"""Name by which users select the backend."""
 
 
 def register() -> None:

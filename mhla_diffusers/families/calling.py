@@ -10,9 +10,7 @@ import torch
 from .models import Clip, strides_of
 
 Kwargs = dict[str, Any]
-"""Keyword arguments of a call."""
 _SHOWN_LABELS = 12
-"""In an error; ImageNet has a thousand."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,7 +22,6 @@ class Calling:
     prompts_are_classes: bool = False
     """Whether the model is conditioned on classes, by number or name, instead of text."""
     family: Any = field(init=False)
-    """The :class:`Family` whose pipelines they are, which sets it."""
 
     @property
     def suffix(self) -> str:

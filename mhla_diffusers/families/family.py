@@ -60,7 +60,6 @@ class Family:
     attentions: tuple[str, ...] = ("attn1", "attn")
     """Attributes of a block, or dotted paths, that are self-attentions over the grid; absent ones are skipped."""
     axes: int = 2
-    """Axes of the token grid: 3 for (frames, height, width), 2 for (height, width)."""
     grid: Reader = grids.latents
     """Reads the token grid; :mod:`.grids` has readers for latents, ids, coordinates and numbers."""
     extra: Counts | Callable[[Mapping[str, Any]], Counts] = (0, 0)
@@ -89,11 +88,9 @@ class Family:
     feed_forwards: tuple[str, ...] = ("ff", "ffn", "ff_context")
     """Attributes of a block, or dotted paths, that are feed-forward layers."""
     squares_only: bool = False
-    """Whether height and width must be equal."""
     default_clip: Clip = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     """Frames, rate and size that are generated or encoded by default."""
     calling: Calling = Calling()
-    """How its pipelines are called."""
 
     # MHLA, measuring and training
 

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 Arguments = Mapping[str, Any]
-"""Arguments of a transformer's forward, by name."""
 Grid = tuple[int, ...]
 Found = TypeVar("Found")
 
 _KEPT = "_mhla_kept"
-"""Attribute of a tensor."""
 _IMAGE = 2
 """Ideogram 4's indicator of an image's token."""
 
@@ -233,7 +231,6 @@ def grid_of_ids(ids: Tensor, first: int = 0) -> tuple[int, int]:
 
 
 def _lengths(ids: Tensor, first: int) -> Tensor:
-    """Count the tokens of the first token's row and of its column: (2,)."""
     tokens = (ids[0] if ids.ndim == 3 else ids)[first:]
     return (tokens == tokens[0]).sum(dim=0)[1:3]
 
@@ -292,7 +289,6 @@ def _rising(values: Tensor) -> int:
 
 @read_once
 def _grid_of_images(places: Tensor, indicator: Tensor, segments: Tensor) -> tuple[int, int]:
-    """Read the grid of the image that ends every row, as the pipeline makes them."""
     is_image = indicator == _IMAGE
     tokens = int(is_image[0].sum())
     image, own = places[:, places.shape[1] - tokens :], segments == segments[:, -1:]

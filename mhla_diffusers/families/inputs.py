@@ -12,9 +12,7 @@ from .grids import keep_with
 from .models import Clip, strides_of
 
 Kwargs = dict[str, Any]
-"""Keyword arguments of a transformer's forward."""
 _CLIP_TOKENS = 257
-"""Tokens of CLIP ViT-H/14 for a picture: a class token and 16x16 patches."""
 _TEXT_TOKENS = 256
 _SHOWN_TOKENS = {"latent_concat": 252 + 576 // 2, "token_replace": 252 + 576 // 4}
 """In HunyuanVideo's image-to-video: the prompt less four tokens of its template, every 2nd or 4th of the image."""
@@ -55,9 +53,7 @@ class Inputs:
     takes_sigma: bool = False
     """Whether the transformer takes σ, in place of the scheduler's timestep of 1000 σ."""
     guidance: float | None = None
-    """Guidance scale for transformers that embed it."""
     family: Any = field(init=False)
-    """The :class:`Family` whose forward it is, which sets it."""
 
     def channels(self, config: Any) -> int:
         """Return the channels of the latents that a transformer of this configuration takes, before any packing."""

@@ -20,7 +20,6 @@ Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
 and rotary_emb (RoPE as the model passes it). Those that are None are left out."""
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query, key and value of all tokens, after the model's norms: each (B, N, H, D)."""
 
 _PLACES = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
 _ACROSS_HEADS = "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0"
@@ -29,21 +28,17 @@ _FLOAT16_MAX = 65504.0
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one self-attention attends with: the N tokens of the grid, or a process's share of them."""
+    """What one self-attention attends with, (B, N, H, D): the tokens of the grid, or a process's share of them."""
 
     query: torch.Tensor
-    """(B, N, H, D)."""
     key: torch.Tensor
-    """Like ``query``."""
     value: torch.Tensor
-    """Like ``query``."""
     hidden_states: torch.Tensor
     """(B, N, hidden size), input of the attention, which the gate projects."""
     grid: Shape
     rotary: Rotary | None = None
     """(cos, sin), each (1 or B, N, 1, D)."""
     key_mask: torch.Tensor | None = None
-    """(B, N), see :func:`key_padding_mask`."""
 
 
 class AttentionAdapter:
@@ -244,7 +239,6 @@ def _is_fused(attn: Any) -> bool:
 
 
 def _usual_processor(attn: Any, path: str = "") -> Any:
-    """Return a new processor, from an import path or else the default of the attention's class."""
     own = None if path else getattr(type(attn), "_default_processor_cls", None)
     return (own or imported(path or "diffusers.models.attention_processor.AttnProcessor2_0"))()
 

@@ -19,7 +19,6 @@ class Clip(Settings):
     """Frames and size of a video, or of an image, which has one frame."""
 
     frames: PositiveInteger
-    """1 for images."""
     fps: Positive
     """Frames per second that a video is sampled at."""
     sizes: Sizes
@@ -32,12 +31,10 @@ class Model:
     name: str
     """Names that begin with "tiny" are for trying commands out; only tiny-wan has its trained pipeline's shape."""
     transformer: str
-    """Class name."""
     heads: int
     head_dim: int
     layers: int
     blocks: tuple[int, ...]
-    """Block counts of MHLA."""
     sizes: tuple[tuple[int, int], ...]
     """Heights and widths in pixels to measure by default; on a CPU only the smallest."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -47,13 +44,11 @@ class Model:
     patch: int = 2
     """Latents per token along height and width."""
     frames: int | None = None
-    """Frames of a video; None for an image."""
     temporal_stride: int = 1
     """Frames per latent frame, after the first one."""
     temporal_patch: int = 1
     """Latent frames per token."""
     layers_argument: str = "num_layers"
-    """Argument of the class that takes :attr:`layers`."""
     more_layers: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""
     has_rope: bool = True
@@ -258,4 +253,3 @@ MODELS: dict[str, tuple[Model, ...]] = {
         tiny_video("cogvideox", _COGVIDEOX, {**_TINY_COG, **_ROPE}, head_dim=16),
     ),
 }
-"""Configurations of the families that are measured, by the family's name."""

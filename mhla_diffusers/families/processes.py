@@ -19,7 +19,6 @@ class NoisedBatch:
     latents: Tensor
     """(B, C, ...), clean."""
     noise: Tensor
-    """Like ``latents``."""
     time: Tensor
     """(B,): σ in (0, 1), or the integer step for DDPM; of every frame (B, F), with 0 for clean ones."""
     hidden_states: Tensor
@@ -113,7 +112,6 @@ class _DDPM(DiffusionProcess):
 
     def __init__(self, signal: Tensor) -> None:
         self.signal = signal
-        """ᾱ of every step: float64 (steps,)."""
 
     def time_at(self, quantile: Tensor) -> Tensor:
         """Return the step: int64."""
@@ -147,12 +145,10 @@ class LearnedVarianceDDPM(_DDPM):
         before = torch.cat([torch.ones(1, dtype=torch.float64), self.signal[:-1]])
         variance = betas * (1 - before) / (1 - self.signal)
         self.log_variances = torch.cat([variance[1:2], variance[1:]]).log(), betas.log()
-        """The smallest and the largest of every step."""
         self.posterior = (
             before.sqrt() * betas / (1 - self.signal),
             (1 - before) * (1 - betas).sqrt() / (1 - self.signal),
         )
-        """Weights of the clean and the noised latents in the mean of the posterior."""
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """Add the noise's squared error and the variance's bound; ValueError without channels for the variance."""

@@ -39,7 +39,6 @@ def _allegro_frames(config: Any, frames: int, stride: int) -> int:
 
 
 def _cogvideox_frames(config: Any, frames: int, stride: int) -> int:
-    """Rounded up to whole tokens, as the pipeline does."""
     in_token = int(config.patch_size_t or 1)
     return math.ceil(usual_latent_frames(config, frames, stride) / in_token) * in_token
 

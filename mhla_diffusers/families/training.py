@@ -25,7 +25,6 @@ class Training:
     text_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
     family: Any = field(init=False)
-    """The :class:`Family` whose models they are, which sets it."""
 
     @property
     def inputs(self) -> Any:
@@ -298,7 +297,6 @@ def unscaled_latents(vae: Any, latents: Tensor) -> Tensor:
 
 
 def _scale_of(vae: Any, latents: Tensor) -> tuple[Any, Any]:
-    """Return the shift and factor of the latents: numbers, or one value per channel."""
     known = {**vae.config, **dict(vae.named_buffers(recurse=False))}
     mean, deviation = (
         None if values is None else torch.as_tensor(values).to(latents).view(-1, *[1] * (latents.ndim - 2))

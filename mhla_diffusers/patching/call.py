@@ -90,7 +90,6 @@ class Run:
     def __init__(self) -> None:
         self.step: Step | None = None
         self.tallies: dict[Hashable, Tally] = {}
-        """By the patch's id."""
         self._timesteps: object = None
         self._first: Hashable = None
         self._branches: dict[Hashable, list[BranchState]] = {}
@@ -163,20 +162,16 @@ class Call(NamedTuple):
     dense_layers: int = 0
     """How many attentions over the grid stay dense first, in a model whose layers are not known."""
     step: Step | None = None
-    """None if it is unknown, or outside of sampling."""
     is_dense: bool = False
     records_residual: bool = False
     branches: tuple[BranchState, ...] = ()
-    """Where residuals are, for every equal part of the batch; empty if none are kept."""
     run: Run | None = None
     split: Any = None
-    """The processes over which the tokens of MHLA are split."""
     mode: Any = None
     """What answers PyTorch's function during the forward; None in models that dispatch."""
     tally: Tally | None = None
     watch: Watch | None = None
     rule: ContentRule | None = None
-    """How lists are chosen on the grid; None to look it up."""
     outer: Any = None
     """The call in which the forward began, such as that of a student that asks a patched teacher."""
 

@@ -27,7 +27,6 @@ class LayerDescription:
     name: str
     processor: str
     config: PatchConfig | None
-    """Settings of its patch; None for a layer that was kept."""
     runs_mhla: bool
     """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
     grid: tuple[int, ...] | None

@@ -29,7 +29,6 @@ FAR_OFF = 0.3
 """Median relative error of the attentions at dense steps from which a warning is due."""
 NOT_SEEN = "no attention that the patch sees: it answers scaled_dot_product_attention alone"
 _BACKEND = "_attention_backend"
-"""Attribute of processors that dispatch, which diffusers' set_attention_backend writes."""
 _NONE = object()
 _FIRST = torch.tensor(0, device="cpu")
 """Number of the layer of a model whose layers are not known; its calls of attention are counted instead."""

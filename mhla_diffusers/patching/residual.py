@@ -27,7 +27,6 @@ RANK = 64
 FIRST_FADING = 0.95
 """Fading per step before a second dense step has measured it (studies/carry)."""
 _MOST_AT_A_TIME = 2**24
-"""Numbers of a residual that are computed at a time, so that float32 takes little memory beside the model."""
 _LEAST_LEFT = 0.05
 """Smallest share of an old residual that is taken to be left in a new one."""
 _LASTS = 0.9

@@ -77,7 +77,6 @@ class Fit(NamedTuple):
     """Whether there are queries of extra tokens, whose rows of the mask may differ from the grid's."""
     reason: str = ""
     level: int = logging.WARNING
-    """INFO where staying dense is intended, as for cross-attention."""
 
 
 Here = tuple[Call | None, torch.Tensor | None, int]
@@ -365,7 +364,6 @@ class Mode(TorchFunctionMode):
             _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of PyTorch, or answer it."""
         state = held()
         if state.layer is None or state.call is None:
             return func(*args, **(kwargs or {}))

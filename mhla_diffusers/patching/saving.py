@@ -49,7 +49,6 @@ PATCH_FILE = "mhla.safetensors"
 RECORD = "mhla"
 FORMAT_VERSION = 5
 _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
-"""Parts of the names that PEFT gives to weights."""
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -65,7 +64,6 @@ class TransformerRecord(Settings):
     head_dim: int
     patch: dict[str, Any]
     base_weights: list[str] = field(default_factory=list)
-    """Names of the model's own tensors that a patch with ``weights="changed"`` holds."""
 
 
 @settings()
@@ -170,7 +168,6 @@ def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
 def _choose_tensors(
     name: str, patched: Patched, weights: Weights, base: Any, base_model: str
 ) -> dict[str, torch.Tensor]:
-    """Return MHLA's tensors, and the model's tensors that ``weights`` selects, by their names in a plain model."""
     transformer = patched.transformer
     refuse_weights_on_disk(transformer, "save the patch")
     # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it
