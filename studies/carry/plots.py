@@ -16,14 +16,13 @@ SHOWN = {
     "density alone": (lambda row: not row["dense steps"] and not row["cache"], "C7", "s"),
     "dense steps, dropped": (lambda row: row["corrected"] == "no" and not row["cache"], "C1", "x"),
     "dense steps, corrected": (lambda row: row["corrected"] == "yes" and not row["cache"], "C0", "o"),
-    "a step cache alone": (lambda row: row["cache"] and not row["density"], "C2", "^"),
-    "a step cache with a sparse patch": (lambda row: row["cache"] and row["density"], "C3", "D"),
+    "a step cache alone": (lambda row: row["cache"], "C2", "^"),
 }
 
 
 def main() -> None:
     """Draw a panel for each table."""
-    names = sorted((file.stem for file in HERE.glob("*-50.csv")), reverse=True)
+    names = "wan-50", "wan-20"
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 3.6), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         rows = list(csv.DictReader((HERE / f"{name}.csv").open()))

@@ -70,7 +70,7 @@ def draw_error_over_cost(plt: Any) -> None:
 
 def draw_rivals(plt: Any) -> None:
     """Error of one attention over cost, of ours and of published sparse attentions, named at the curves' ends."""
-    with (HERE / "rivals-1036.csv").open() as file:
+    with (HERE / "rivals-attention-1036.csv").open() as file:
         rows = list(csv.DictReader(file))
     figure, axis = plt.subplots(figsize=(8.4, 4.4), layout="constrained")
     last = 0.0

@@ -1,12 +1,15 @@
-"""Published sparse attentions beside ours: the error of one attention of DINOv2-S at equal cost, without training.
+"""Published sparse attentions beside ours: their errors on DINOv2-S at equal cost, without training.
 
-    OMP_NUM_THREADS=1 python studies/real_weights/rivals.py
+    OMP_NUM_THREADS=1 python studies/real_weights/rivals.py attention --pixels 1036
+    OMP_NUM_THREADS=1 python studies/real_weights/rivals.py features --pixels 518
 
 Every rival is written from its idea, not from its code, and gets blocks along our curve, which are more compact than
-rows of a picture. Rows go to rivals-1036.csv beside this file; those that are there are kept, so a command goes on
-where it was stopped.
+rows of a picture. The error is that of one attention on two photographs, or of the features on all twelve, with the
+same attention in every layer. Rows go to rivals-<error>-<pixels>.csv beside this file; those that are there are kept,
+so a command goes on where it was stopped.
 """
 
+import argparse
 import csv
 import math
 import sys
@@ -18,7 +21,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-from dinov2 import Photograph, attentions, fed, open_model, relative, see
+from dinov2 import Photograph, attentions, features_error, fed, open_model, relative, see
 from fetch import PATCH
 from torch import nn
 
@@ -28,8 +31,8 @@ from mhla_diffusers.attention.call import list_length
 from mhla_diffusers.attention.layout import layout_of
 
 HERE = Path(__file__).parent
-PIXELS, CHANNELS, BLOCK = 1036, 64, 64
-"""Photographs; channels of a head of DINOv2-S; tokens of a block of those that cut tokens evenly."""
+CHANNELS, BLOCK = 64, 64
+"""Channels of a head of DINOv2-S; tokens of a block of those that cut tokens evenly."""
 DENSITIES = (0.05, 0.15, 0.025)
 """Densities of ours; the others list as many blocks as the same cost allows."""
 SHARES = (0.5, 0.7, 0.3)
@@ -259,10 +262,11 @@ def setting_of(name: str, index: int, tokens: int) -> float:
     return SHARES[index] if name.startswith("SVG2") else cost_of_ours(DENSITIES[index], tokens, CHANNELS)
 
 
-def write_rows(seen: list[Photograph]) -> None:
-    """Write rivals-1036.csv, with the rows of untrained.py as ours."""
-    file, tokens = HERE / f"rivals-{PIXELS}.csv", (PIXELS // PATCH) ** 2
-    header = ["self-attention", "setting", "cost", "preparing", "attention"]
+def write_rows(error: str, pixels: int) -> None:
+    """Write rivals-<error>-<pixels>.csv, with the rows of untrained.py as ours."""
+    file, tokens = HERE / f"rivals-{error}-{pixels}.csv", (pixels // PATCH) ** 2
+    seen = see(open_model(), pixels)
+    header = ["self-attention", "setting", "cost", "preparing", error]
     done = {(row[header[0]], row[header[1]]) for row in csv.DictReader(file.open())} if file.is_file() else set()
     with file.open("a", newline="") as output:
         table = csv.writer(output)
@@ -272,41 +276,52 @@ def write_rows(seen: list[Photograph]) -> None:
             setting = setting_of(name, index, tokens)
             if (name, f"{setting:.4f}") in done:
                 continue
-            measured = row_of_ours(setting, tokens) if name == OURS else row_of(name, setting, seen)
+            measured = row_of_ours(setting, pixels, error) if name == OURS else row_of(name, setting, seen, error)
             table.writerow([name, *(f"{x:.4f}" for x in (setting, *measured))])
             output.flush()
             sys.stdout.write(f"{name} {setting:.3f}: cost {measured[0]:.3f}, error {measured[2]:.3f}\n")
             sys.stdout.flush()
 
 
-def row_of_ours(density: float, tokens: int) -> list[float]:
+def row_of_ours(density: float, pixels: int, error: str) -> list[float]:
     """Costs, as the others have them, and what untrained.py measured."""
-    with (HERE / f"untrained-{PIXELS}.csv").open() as file:
+    tokens = (pixels // PATCH) ** 2
+    with (HERE / f"untrained-{pixels}.csv").open() as file:
         measured = {row["self-attention"]: row for row in csv.DictReader(file)}[f"sparse {density:.1%}"]
-    costs = cost_of_ours(density, tokens, CHANNELS), preparing_of_ours(tokens, fits=True)
-    return [*costs, float(measured["attention"])]
+    return [cost_of_ours(density, tokens, CHANNELS), preparing_of_ours(tokens, fits=True), float(measured[error])]
 
 
 @torch.no_grad()
-def row_of(name: str, setting: float, seen: list[Photograph]) -> list[float]:
-    """Costs, and the mean relative error over layers and photographs, given the unpatched model's inputs."""
+def row_of(name: str, setting: float, seen: list[Photograph], error: str) -> list[float]:
+    """Costs, and the relative error of the attentions or of the features."""
     model = open_model()
     for layer in model.encoder.layer:
         layer.attention = OtherAttention(layer.attention, name, setting)
+    found = attention_error(model, seen) if error == "attention" else features_error(model, seen)
+    others = [x for x in model.modules() if isinstance(x, OtherAttention)]
+    costs = (fmean(chain.from_iterable(x)) for x in ([x.costs for x in others], [x.preparing for x in others]))
+    return [*costs, found]
+
+
+def attention_error(model: nn.Module, seen: list[Photograph]) -> float:
+    """Mean over layers and photographs, given the unpatched model's inputs."""
     errors = []
-    for photograph in seen:
+    for photograph in (x for x in seen if x.inputs):
         outputs: dict[str, torch.Tensor] = {}
         with fed(attentions(model), photograph.inputs, outputs):
             model(photograph.pixels)
         errors += [relative(outputs[name], x) for name, x in photograph.outputs.items()]
-    others = [x for x in model.modules() if isinstance(x, OtherAttention)]
-    costs = (fmean(chain.from_iterable(x)) for x in ([x.costs for x in others], [x.preparing for x in others]))
-    return [*costs, fmean(errors)]
+    return fmean(errors)
 
 
 def main() -> None:
     """Measure all rows that are missing."""
-    write_rows([x for x in see(open_model(), PIXELS) if x.inputs])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("error", choices=("attention", "features"))
+    parser.add_argument("--pixels", type=int, nargs="+", default=[1036], help="sides of which untrained.py has rows")
+    arguments = parser.parse_args()
+    for pixels in arguments.pixels:
+        write_rows(arguments.error, pixels)
 
 
 if __name__ == "__main__":
