@@ -114,7 +114,8 @@ def encode_command(
 
     _log_lines()
     data, sources = DataModel(model), read_sources(source)
-    data.check_captions(item.caption for item in sources.media() if item.problem is None)  # before anything is loaded
+    usable = [item for item in sources.media() if item.problem is None]
+    data.check_captions(caption for item in usable for caption in item.captions)  # before anything is loaded
     with folder_for_results(output, lock=False):
         clips = _clips(source, model, frames, fps, sizes, upscale)
         pipe = _load(data.name, device, precision, uses_transformer=False)

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ...errors import check
 from ...families import DiffusionProcess, NoisedBatch, Sample
@@ -20,6 +20,9 @@ from ..config import TrainingConfig
 from .times import inside_unit_interval, random_quantiles
 
 logger = logging.getLogger(__name__)
+
+CAPTION = "caption-"
+"""Beginning of the names of conditioning of a sample's second caption, third, and so on, such as "caption-1/…"."""
 
 
 class TrainingData(Protocol):
@@ -132,14 +135,16 @@ class NoisedBatches:
                 )
         order = BatchOrder(shapes, needed, config.seed, self._data.weights)
 
-        def indices() -> Iterator[list[int]]:
+        def indices() -> Iterator[list[tuple[int, int]]]:
             # forward a starts at (a · processes + rank) · size of the update's samples
             for at in count(step):
                 for start in range(self.rank * size, needed, size * self.processes):
-                    yield order[at][start : start + size]
+                    places = range(start, start + size)
+                    draws = [generator_for(config.seed, "caption", at, place).initial_seed() for place in places]
+                    yield [(order[at][place], draw) for place, draw in zip(places, draws, strict=True)]
 
         loader: DataLoader[Any] = DataLoader(
-            range(len(self._data)),  # type: ignore[arg-type]  # of indices, which the workers read
+            _Keys(),
             batch_sampler=indices(),
             collate_fn=partial(_read, self._data),
             num_workers=config.workers,
@@ -175,7 +180,7 @@ class NoisedBatches:
     def held_out(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
         """Yield latents, fixed noise and conditioning, as a batch of one, of every held-out sample of this process."""
         for index in range(self.training_samples + self.rank, len(self._data), self.processes):
-            sample = _on_device(stack_samples([self._data[index]]), self.device)
+            sample = _on_device(stack_samples([with_one_caption(self._data[index], 0)]), self.device)
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(self.config.seed, "validation", index))
             yield latents, noise.to(self.device), sample
@@ -186,12 +191,27 @@ def ignore_interrupts(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _read(data: TrainingData, indices: Sequence[int]) -> dict[str, torch.Tensor] | Exception:
+class _Keys(Dataset[Any]):
+    """Data whose samples are the keys that they are asked for by."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return key
+
+
+def _read(data: TrainingData, indices: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | Exception:
     """Read a batch, or return the exception, of which workers would send only the traceback's text."""
     try:
-        return stack_samples([data[index] for index in indices])
+        return stack_samples([with_one_caption(data[index], draw) for index, draw in indices])
     except (ValueError, OSError) as error:
         return error
+
+
+def with_one_caption(sample: Sample, draw: int) -> Sample:
+    """Return a sample with the conditioning of one of its captions; names of others begin with :data:`CAPTION`."""
+    plain = {name: tensor for name, tensor in sample.items() if not name.startswith(CAPTION)}
+    prefixes = ["", *sorted({f"{name.split('/')[0]}/" for name in sample.keys() - plain.keys()})]
+    chosen = prefixes[draw % len(prefixes)]
+    return plain | {name.removeprefix(chosen): sample[name] for name in sample if chosen and name.startswith(chosen)}
 
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from ...generation.noise import generator_for
 from ...patching import is_patched
 from ...reporting import progress
 from ...settings import Number, PositiveInteger, check_value
+from .batches import CAPTION
 from .cache import CachedClip, CachedFile, CacheWriter, LatentCache
 from .clips import Clips
 from .media import Media, contents_of, read_ahead
@@ -49,7 +50,7 @@ def encode_folder(
     data, sources = DataModel(model), read_sources(source)
     clips, media = data.fitted(clips or sources.clip), sources.media()
     usable = [item for item in media if item.problem is None]
-    data.check_captions(item.caption for item in usable)
+    data.check_captions(caption for item in usable for caption in item.captions)
     _warn_of_cut_captions(data.family, pipe, usable)
     made_with = data.header({**clips.to_dict(), "frames": list(clips.lengths)})
     contents = contents_of(media)
@@ -65,7 +66,7 @@ def encode_folder(
                 if isinstance(clip, str):
                     problem = clip
                 elif clip is not None:
-                    sample = _encoded(pipe, data.family, clip.pixels, item.caption)
+                    sample = _encoded(pipe, data.family, clip.pixels, item.captions)
                     _check_finite(sample["latents"], model, item.name, "use another precision, or leave the file out")
                     encoded.append(writer.write(sample, clip.bucket, clip.start))
                     slow |= {item.name} if clip.bucket[0] > 1 and 0 < clip.fps < 0.9 * clips.fps else set()
@@ -86,13 +87,16 @@ def encode_folder(
     return writer.files
 
 
-def _encoded(pipe: Any, family: Family, pixels: torch.Tensor, caption: str) -> Sample:
-    """Encode a clip, uint8 (3, F, H, W), and its caption."""
+def _encoded(pipe: Any, family: Family, pixels: torch.Tensor, captions: Sequence[str]) -> Sample:
+    """Encode a clip, uint8 (3, F, H, W), and its captions."""
     given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
     latents = family.training.encode_pixels(pipe, given)[0]
     of_picture = family.training.picture_settings(pipe, given)
-    prompt = family.training.encode_prompt(pipe, caption, of_picture)
-    return _on_cpu({"latents": latents, **family.training.encode_picture(pipe, given), **prompt})
+    sample = {"latents": latents, **family.training.encode_picture(pipe, given)}
+    for number, caption in enumerate(captions):
+        prompt = family.training.encode_prompt(pipe, caption, of_picture)
+        sample |= {f"{CAPTION}{number}/{name}" if number else name: tensor for name, tensor in prompt.items()}
+    return _on_cpu(sample)
 
 
 @torch.no_grad()
@@ -169,7 +173,7 @@ def _warn_of_cut_captions(family: Family, pipe: Any, media: Sequence[Media]) -> 
         return
     usual = conditions[0].sizes(pipe.transformer.config)[0]
     limit = int(family.training.text_settings.get("max_sequence_length", usual))
-    long = [item.name for item in media if len(tokenizer(item.caption).input_ids) > limit]
+    long = [item.name for item in media for text in item.captions if len(tokenizer(text).input_ids) > limit]
     if long:
         logger.warning(
             "%d captions have more than the %d tokens that the model takes and are cut, such as that of %s.",

@@ -20,7 +20,7 @@ from ...files import (
     fingerprint,
     read_csv,
     read_json_lines,
-    read_text,
+    read_lines,
     visible_files,
 )
 from ...generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
@@ -46,11 +46,16 @@ class Media:
     name: str
     """Path inside the folder."""
     caption: str = ""
-    """Prompt; for DiT the class."""
+    """Prompt, or one per line, of which training draws one each time; for DiT the class."""
     problem: str | None = None
     """Why it cannot be used, if known without reading it."""
     origin: str = ""
     """Path of its source, as the settings name it."""
+
+    @property
+    def captions(self) -> list[str]:
+        """The lines of the caption; an empty one for none."""
+        return self.caption.split("\n")
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,9 @@ def contents_of(media: Sequence[Media]) -> dict[str, str]:
 def find_media(folder: Path) -> list[Media]:
     """Return the videos and images of a folder with their captions, those without one with that problem.
 
-    Captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file. Metadata has the columns
-    ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``). Hidden files do not count.
+    Captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file, with one caption per line.
+    Metadata has the columns ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``), a text or in JSON a
+    list of several. Hidden files do not count.
 
     Raises:
         FileNotFoundError: no such folder, no videos or images in it, or files of the metadata are missing.
@@ -95,7 +101,7 @@ def find_media(folder: Path) -> list[Media]:
     if captions is None:
         texts = {str(Path(name).with_suffix("")): path for name, path in files.items() if path.suffix.lower() == ".txt"}
         stems = {name: str(Path(name).with_suffix("")) for name in media}
-        captions = {name: read_text(texts[stem]).strip() if stem in texts else "" for name, stem in stems.items()}
+        captions = {name: "\n".join(read_lines(texts[stem])) if stem in texts else "" for name, stem in stems.items()}
         if alone := sorted(texts.keys() - set(stems.values())):
             logger.warning(
                 "%d captions in %s have no video or image beside them (%s), such as %s.",
@@ -126,12 +132,13 @@ def _metadata(folder: Path) -> dict[str, str] | None:
         if key is None or not row.get("file_name"):
             raise ValueError(f"Row {number} of {file} must have file_name and text; it is {row!r}.")
         name, caption = os.path.normpath(str(row["file_name"])), "" if row[key] is None else row[key]
+        several = caption if isinstance(caption, list) else [caption]
         check(name not in captions, f"Row {number} of {file} names {name}, as an earlier row does; keep one of them.")
         check(
-            type(caption) in (str, int),
-            f"Row {number} of {file}: {key}={caption!r} must be text, or the number of a class.",
+            all(type(one) in (str, int) for one in several),
+            f"Row {number} of {file}: {key}={caption!r} must be text, a list of texts, or the number of a class.",
         )
-        captions[name] = str(caption).strip()
+        captions[name] = "\n".join(" ".join(str(one).split("\n")).strip() for one in several)
     return captions
 
 

@@ -63,7 +63,8 @@ class Sources(Settings):
                 is_empty = item.problem == NO_CAPTION and source.missing_captions == "empty"
                 name = f"{source.path}/{item.name}" if self.sources[1:] else item.name
                 problem = None if is_empty else item.problem
-                caption = f"{source.prefix}{item.caption}".strip() if problem is None else item.caption
+                prefixed = "\n".join(f"{source.prefix}{caption}".strip() for caption in item.captions)
+                caption = prefixed if problem is None else item.caption
                 found.append(replace(item, name=name, caption=caption, problem=problem, origin=source.path))
         return found
 

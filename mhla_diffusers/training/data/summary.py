@@ -115,7 +115,7 @@ def _media_and_clips(
     clips, media = clips or sources.clip, sources.media()
     if model is not None:
         clips = model.fitted(clips)
-        model.check_captions(item.caption for item in media if item.problem is None)
+        model.check_captions(caption for item in media if item.problem is None for caption in item.captions)
     if clips is None or isinstance(clips.sizes, str):
         raise ValueError(f"What is cut out of {source} depends on the model; give --model, or frames, fps and size.")
     return media, clips, sources.shares

@@ -2,6 +2,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,29 @@ def test_videos_become_samples_that_train(wan: tuple[Any, str], videos: Path, tm
     assert alone.shapes == [(4, 2, 4, 4)] * 3
     assert alone[0]["encoder_hidden_states"].shape == (512, 8)
     assert train(wan_pipeline().transformer, alone, settings(tmp_path / "run", 2, prompt_dropout=0.5)).finished
+
+
+def test_of_several_captions_training_draws_one_each_time(wan: tuple[Any, str], videos: Path, tmp_path: Path) -> None:
+    """From the seed and the step; the first is validated with."""
+    pipe, model = wan
+    (videos / "0.txt").write_text("a red ball\n\na blue cube moves\n")
+    for name in ("1", "2", "3"):
+        (videos / f"{name}.mp4").unlink()
+        (videos / f"{name}.txt").unlink()
+    encode_folder(pipe, model, videos, tmp_path / "cache", WAN_CLIP)
+    process = get_family(pipe.transformer).training.process(pipe.transformer, 3.0)
+
+    def texts(step: int, **changes: Any) -> list[torch.Tensor]:
+        config = settings(tmp_path, batch_size=1, **changes)
+        batches = NoisedBatches(LatentCache(tmp_path / "cache"), process, config, torch.device("cpu"))
+        return [batch.conditioning["encoder_hidden_states"] for batch in islice(batches.from_step(step), 16)]
+
+    drawn = texts(0)
+    assert len({float(text.sum()) for text in drawn}) == 2
+    again = texts(8, workers=1)
+    assert all(torch.equal(text, other) for text, other in zip(drawn[8:], again, strict=False))
+    sample = LatentCache(tmp_path / "cache")[0]
+    assert sample.keys() == {"latents", "encoder_hidden_states", "caption-1/encoder_hidden_states"}
 
 
 def test_what_has_changed_is_encoded_again_and_nothing_else(
