@@ -149,10 +149,8 @@ def audit(
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
 ) -> None:
     """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
-    if options["patch"] is None and options["weights"] is None:
-        raise ValueError(
-            "There is nothing to audit without a patch; give --patch, such as --patch faithful, or --weights."
-        )
+    if options["patch"] is None:
+        raise ValueError("There is nothing to audit without a patch; give --patch, such as --patch faithful.")
     import torch
 
     from .auditing import audit as audit_model

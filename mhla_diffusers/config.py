@@ -532,13 +532,11 @@ def load_patch(name_or_path: str | Path) -> Patch:
     if gone := where_it_went(name):
         raise ValueError(f"Patch {name!r} was removed.{gone}")
     if adapted_patch_folder(name) is not None or (name and path.is_dir()):
-        raise ValueError(
-            f"Patch {name!r} is a folder; open a saved patch with load_mhla(model, {name!r}) or --weights."
-        )
+        raise ValueError(f"Patch {name!r} is a folder; open a saved patch with load_mhla(model, {name!r}).")
     known = [*PROFILES, *patch_names(), *adapted_patch_names()]
     near = nearest(name, known, count=3, cutoff=0.4)
     hint = ", and no such folder." if path.parts[1:] else f"; {near}" if near else "."
     raise ValueError(
-        f"Unknown patch {name!r}{hint} Give a name from `mhla info` or the path of a .yaml file; load_mhla(), "
-        "--weights and a training run's patch: also take the folder of a saved patch."
+        f"Unknown patch {name!r}{hint} Give a name from `mhla info` or the path of a .yaml file; load_mhla() and "
+        "--patch also take the folder of a saved patch."
     )

@@ -31,7 +31,7 @@ from mhla_diffusers.files import write_json, write_tensors
 from mhla_diffusers.generation.pipelines import load_result
 from mhla_diffusers.patching import save_mhla
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
-from mhla_diffusers.tiny.loading import control_file, load_control, record_checksums
+from mhla_diffusers.tiny.loading import control_file, load_control
 
 SAMPLES, HELD_OUT = 512, 64
 
@@ -105,7 +105,7 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
 
 
 def install(family: str, output: Path) -> None:
-    """Copy what was made to where the package keeps it, and record the checksums."""
+    """Copy what was made to where the package keeps it."""
     for folder in sorted((output / "patches").glob(f"tiny-{family}-*")):
         if folder.name.endswith("-control"):
             shutil.copy(folder / ADAPTED_CONTROL, control_file(family))
@@ -113,7 +113,6 @@ def install(family: str, output: Path) -> None:
             continue
         shutil.rmtree(patch_folder() / folder.name, ignore_errors=True)
         shutil.copytree(folder, patch_folder() / folder.name)
-    record_checksums()
 
 
 def main() -> None:

@@ -39,7 +39,6 @@ from mhla_diffusers.tiny.digits import (
     load_digits,
     to_rgb,
 )
-from mhla_diffusers.tiny.loading import record_checksums
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig
 
 HELD_OUT = 32
@@ -609,14 +608,13 @@ def _autoencoder(recipe: Recipe, folder: Path, seed: int) -> Any:
 
 
 def install_pipeline(family: str, output: Path) -> None:
-    """Copy a trained pipeline to where the package keeps it, and record the checksums."""
+    """Copy a trained pipeline to where the package keeps it."""
     shutil.rmtree(pipeline_folder(family), ignore_errors=True)
     shutil.copytree(output / "pipeline", pipeline_folder(family))
     for file in pipeline_folder(family).glob("*/config.json"):
         settings = json.loads(file.read_text())
         settings.pop("_name_or_path", None)  # the folder it was trained in
         file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    record_checksums()
 
 
 def main() -> None:
@@ -629,7 +627,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "classifier":
         save_file(train_classifier(arguments.seed).state_dict(), CLASSIFIER_FILE)
-        record_checksums()
         return
     output = arguments.output or Path("outputs") / f"tiny-{arguments.what}"
     train_pipeline(RECIPES[arguments.what], output, arguments.seed)

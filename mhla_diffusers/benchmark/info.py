@@ -13,8 +13,6 @@ from safetensors import safe_open
 from ..attention import BACKENDS, feature_map_names
 from ..config import (
     LinearConfig,
-    MHLAConfig,
-    Patch,
     PatchConfig,
     SparseConfig,
     adapted_patch_folder,
@@ -159,13 +157,11 @@ def print_model(
 
 
 def print_any_patch(patch: str) -> None:
-    """Print a preset by its name or YAML path, with the costs of its layers, or a saved patch by its folder."""
+    """Print a preset by its name or YAML path, or a saved patch by its folder."""
     folder = _saved_folder(patch)
     if folder is None:
         preset = load_patch(patch)
         _say(f"{patch} runs {summary_of(preset.patch)}; {_needs(preset.patch)}\n")
-        if preset.family:  # a profile has none
-            _print_costs(preset)
         _print_table(preset.description, ["setting", "value"], _rows(preset.to_dict()))
         return
     record = read_record(folder)
@@ -197,25 +193,6 @@ def _rows(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
             text = f"{len(value)}, such as {value[0]}" if name == "base_weights" and value else str(value)
             rows.append((f"{prefix}{name}", text))
     return rows
-
-
-def _print_costs(patch: Patch) -> None:
-    """Print the FLOPs of a layer at every size of the family's models that the patch fits."""
-    config, rows = patch.patch, []
-    family = next(family for family in families() if family.name == patch.family)
-    for case in choose_cases([model.name for model in family.models if not model.is_tiny]):
-        grid = case.grid
-        blocks = config.blocks_on(grid) if isinstance(config, MHLAConfig) else (1,) * len(grid)
-        if all(count <= size for count, size in zip(blocks, grid, strict=True)):
-            layer = case.model.heads, case.model.head_dim, family.extra_tokens
-            sizes = config.sizes_on(grid, *layer)
-            flops = [one / 1e9 for one in (sizes.softmax_flops, sizes.flops)]
-            cells = [f"{one:,.0f}" if one >= 100 else f"{one:.2f}" for one in flops]
-            rows.append([case.name, f"{math.prod(grid):,}", *cells, f"{flops[0] / flops[1]:.1f}"])
-    if rows:
-        header = ["at", "tokens", "softmax", config.attention, "factor"]
-        _print_table("GFLOP of one self-attention, forward", header, rows, right=True)
-        typer.echo()
 
 
 def _say(text: str) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from ..config import PROFILES, adapted_patch_folder, load_patch
 from ..generation.noise import generator_for
-from ..generation.pipelines import PipelineChoice, family_of, load_result
+from ..generation.pipelines import PipelineChoice, family_of, has_weights, put_on
 from ..generation.similarity import psnr, ssim
-from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, remove_mhla
+from ..patching import PATCH_FILE, find_transformers, remove_mhla
 from ..reporting import parse_size, progress
 from ..tiny import tiny_pipeline
 from .cases import BLOCK_SIZE, Shape, models
@@ -55,27 +55,14 @@ def call_arguments(
     return {name: value for name, value in (given | {"num_frames": frames}).items() if value is not None}
 
 
-def patcher(name: str) -> Callable[[Any], object]:
-    """Return a function that patches a pipeline with a profile, a preset, a YAML file or a saved patch."""
-    saved, is_file = adapted_patch_folder(name) or Path(name), Path(name).suffix in (".yaml", ".yml")
-    if saved.is_dir() and not (saved / PATCH_FILE).is_file():
-        raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
-    if saved.is_dir() or ("/" in name and not is_file):
-        return lambda pipe: load_result(pipe, saved)
-    load_patch(name)
-    return lambda pipe: apply_mhla(pipe, name)
-
-
 @contextmanager
-def patched(pipe: Any, patch: Callable[[Any], object] | None, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which the pipeline is patched; restores it afterwards."""
+def patched(pipe: Any, patch: str | None, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which the pipeline is patched, as :func:`put_on` does; restores it afterwards."""
     if patch is None:
         yield
         return
-    patch(pipe)
+    put_on(pipe, patch, changes)
     try:
-        if changes:
-            change_mhla(pipe, **changes)
         yield
     finally:
         remove_mhla(pipe)
@@ -102,7 +89,13 @@ def benchmark_pipeline(
         raise ValueError(
             f"Profiles replace softmax; the attention of {family.name} is {family.computes}: give --patch."
         )
-    patching = {UNPATCHED: None, **{name: patcher(name) for name in patches or PROFILES}}
+    patching: dict[str, str | None] = {UNPATCHED: None, **{name: name for name in patches or PROFILES}}
+    for name in patches:
+        saved = adapted_patch_folder(name) or Path(name)
+        if not has_weights(name):
+            load_patch(name)  # raises for an unknown one
+        elif saved.is_dir() and not (saved / PATCH_FILE).is_file():
+            raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
     texts = prompts or (("3",) if family.calling.prompts_are_classes else ("a seven",))
     pipe = choice.load(texts)
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))

@@ -59,10 +59,9 @@ def pipeline_options(
     ] = None,
     patch: Annotated[
         str | None,
-        typer.Option(help="Profile (faithful, balanced, fast), which needs no training; or a preset or YAML file."),
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Result of mhla finetune, or folder or Hub id of a patch.")
+        typer.Option(
+            help="Profile (faithful, balanced, fast), preset or YAML file; or adapted: a run, folder or Hub id."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[
@@ -81,7 +80,7 @@ def pipeline_options(
 
     if dtype is None:
         dtype = "float32" if choose_device(device).type == "cpu" else "bfloat16"
-    named = {"model": model, "patch": patch, "weights": weights, "device": device, "dtype": dtype}
+    named = {"model": model, "patch": patch, "device": device, "dtype": dtype}
     return {**named, "settings": parse_settings(settings or ())}
 
 

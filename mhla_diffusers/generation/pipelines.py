@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -39,11 +39,9 @@ class PipelineChoice:
     model: str | None = None
     """Hub id or folder; None, or such as "tiny-wan", for the tiny pipeline that ships with the package."""
     patch: str | None = None
-    """Profile, or name or YAML file of a patch to apply, untrained."""
+    """Profile, preset or YAML file, untrained; or with weights: a run's folder, or name, folder or Hub id."""
     patch_settings: dict[str, Any] = field(default_factory=dict)
     """Settings that change those of the patch, such as density; alone they are of the family's own patch."""
-    weights: str | None = None
-    """Result of ``mhla finetune``, or the folder or Hub id of a patch."""
     device: str = "cpu"
     dtype: str = "float32"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -58,12 +56,8 @@ class PipelineChoice:
                 f"family={self.family!r} has no tiny pipeline; give model, the Hub id or folder of a pipeline. Tiny "
                 f"ones exist for: {', '.join(TINY)}."
             )
-        if self.patch is not None and self.weights is not None:
-            raise ValueError(
-                f"Give either patch ({self.patch}) or weights ({self.weights}); trained weights bring their own patch."
-            )
-        if self.weights is not None:
-            object.__setattr__(self, "weights", str(_result_in(self.weights)))
+        if self.patch is not None and has_weights(self.patch):
+            object.__setattr__(self, "patch", str(_result_in(self.patch)))
         choose_device(self.device)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
 
@@ -80,13 +74,16 @@ class PipelineChoice:
     @property
     def choices(self) -> dict[str, Any]:
         """Everything but prompt and seed that determines a result, with the content of model, patch and weights."""
-        names = ("family", "model", "patch", "patch_settings", "weights", "dtype", "settings")
-        weights = None if self.weights is None else adapted_patch_folder(self.weights) or Path(self.weights)
+        content: Any = None
+        if self.patch is not None and has_weights(self.patch):
+            content = fingerprint(adapted_patch_folder(self.patch) or Path(self.patch))
+        elif self.patch is not None:
+            content = load_patch(self.patch).patch.to_dict()
+        names = ("family", "model", "patch", "patch_settings", "dtype", "settings")
         return {
             **{name: getattr(self, name) for name in names},
             "model_content": None if self.model is None else fingerprint(Path(self.model)),
-            "patch_content": None if self.patch is None else load_patch(self.patch).patch.to_dict(),
-            "weights_content": None if weights is None else fingerprint(weights),
+            "patch_content": content,
         }
 
     @property
@@ -103,8 +100,8 @@ class PipelineChoice:
     @property
     def summary(self) -> str:
         """Model, device, type, what is known of the call, and patch in one line."""
-        if self.weights is not None:
-            runs = f"adapted patch {self.weights}"
+        if self.patch is not None and has_weights(self.patch):
+            runs = f"adapted patch {self.patch}"
         elif self.patch is None and not self.patch_settings:
             runs = "unpatched"
         elif isinstance(config := self._patch_config, SparseConfig):
@@ -123,7 +120,7 @@ class PipelineChoice:
 
     def check(self) -> None:
         """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
-        if self.patch is not None or (self.weights is None and self.patch_settings):
+        if not has_weights(self.patch or "") and (self.patch is not None or self.patch_settings):
             _ = self._patch_config
         if self.settings or self.model is not None:
             pipeline = self.pipeline_class()
@@ -151,12 +148,8 @@ class PipelineChoice:
             raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
         for prompt in prompts:
             self.of_family.calling.check_prompt(pipe, prompt)
-        if self.weights is not None:
-            load_result(pipe, self.weights)
-            if self.patch_settings:
-                change_mhla(pipe, **self.patch_settings)
-        elif self.patch is not None or self.patch_settings:
-            apply_mhla(pipe, self.patch, **self.patch_settings)
+        if self.patch is not None or self.patch_settings:
+            put_on(pipe, self.patch, self.patch_settings)
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
@@ -208,6 +201,22 @@ def transformer_without_weights(model: str, family: str, component: str = "trans
     settings = read_json(pipeline_file(model, f"{component}/config.json"))
     with torch.device("meta"):
         return family_named(family).transformer_class(settings["_class_name"]).from_config(settings)
+
+
+def has_weights(patch: str) -> bool:
+    """Whether a patch, as a user gives it, is the name of an adapted one, a folder, or a Hub id."""
+    is_file = Path(patch).suffix in (".yaml", ".yml")
+    return adapted_patch_folder(patch) is not None or Path(patch).is_dir() or ("/" in patch and not is_file)
+
+
+def put_on(pipe: Any, patch: str | None, settings: Mapping[str, Any]) -> None:
+    """Patch a pipeline with what :attr:`PipelineChoice.patch` takes, and settings that change it."""
+    if patch is None or not has_weights(patch):
+        apply_mhla(pipe, patch, **settings)
+        return
+    load_result(pipe, patch)
+    if settings:
+        change_mhla(pipe, **settings)
 
 
 def load_result(pipe: Any, result: str | Path) -> None:

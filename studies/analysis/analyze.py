@@ -1,7 +1,7 @@
 """Run a pipeline briefly and examine the attention of its transformer: rank, entropy, sensitivity and pictures.
 
     python studies/analysis/analyze.py dit seven --patch tiny-dit
-    python studies/analysis/analyze.py sana "a four and a two" --weights my-patch --layers 1 --output outputs/attention
+    python studies/analysis/analyze.py sana "a four and a two" --patch my-patch --layers 1 --output outputs/attention
 
 Prints a table, and writes analysis.json, attention-maps.png and, of a model with MHLA, mixing-matrices.png.
 """
@@ -229,8 +229,7 @@ def main() -> None:
     parser.add_argument("family", help="wan, flux, mochi, …; mhla info lists all")
     parser.add_argument("prompt", help="what to generate; a class for dit")
     parser.add_argument("--model", help="Hub id or folder; default: the tiny pipeline of the family")
-    parser.add_argument("--patch", help="name or YAML file of a patch, untrained")
-    parser.add_argument("--weights", help="folder or Hub id of a trained patch")
+    parser.add_argument("--patch", help="as of mhla generate")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--layers", type=int, nargs="+", default=[], help="indices; default: all")
@@ -242,7 +241,6 @@ def main() -> None:
         given.family,
         model=given.model,
         patch=given.patch,
-        weights=given.weights,
         device=given.device,
         settings={"num_inference_steps": given.steps},
     )

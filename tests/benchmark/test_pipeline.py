@@ -10,7 +10,6 @@ from mhla_diffusers.benchmark.pipeline import (
     WHOLE,
     frames_of,
     patched,
-    patcher,
     similarities,
 )
 from mhla_diffusers.config import NOTHING_DENSE, PROFILES
@@ -53,7 +52,7 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
     pipe = load_tiny("wan")
     weights = [weight.clone() for weight in pipe.transformer.parameters()]
     for name in ("fast", "tiny-wan-sparse", "wan2.1-t2v-1.3b"):
-        with patched(pipe, patcher(name), {}):
+        with patched(pipe, name, {}):
             assert is_patched(pipe)
         assert not is_patched(pipe)
         assert all(map(torch.equal, pipe.transformer.parameters(), weights))

@@ -70,7 +70,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
         r"^mhla (generate|audit) (wan|sana|dit) (?!.*num_inference_steps).*",
         r"\g<0> --set num_inference_steps=1",
     ),
-    (r"^mhla generate wan (?!.*--(model|weights)).*", r"\g<0> --set num_frames=2"),
+    (r"^mhla generate wan (?!.*--(model|patch (my-patch|outputs/tiny-wan))).*", r"\g<0> --set num_frames=2"),
     (r"^python pipelines/generate_wan.py .*", rf"\g<0> --model {TINY_WAN} --frames 6 --height 64 --width 64 --steps 1"),
     (r'^(python pipelines/generate_wan_streaming.py ".*") --weights.*', r"\1 --frame-blocks 2 --steps 1"),
     (r"^python pipelines/generate_sana.py .*", rf"\g<0> --model {TINY_SANA} --height 64 --width 64 --steps 1"),
@@ -81,7 +81,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"finetune/prompts/tiny-(dit|wan).txt", r"prompts-\1.txt"),
     (r"^mhla encode .*", r"\g<0> --frames 9 --fps 6 --size 64x64 --precision no"),
     (r"^mhla data videos .*", r"\g<0> --frames 9 --fps 6 --size 64x64"),
-    (r"--steps 50 --guidance 5.0", "--steps 1 --frames 9 --size 64x64 --precision no"),
     (r"^(mhla synthesize .*)--steps 20", r"\1--steps 1"),
     (r"^mhla finetune finetune/configs/tiny-wan.*", rf"\g<0> {SHORT} steps=1"),
     (
@@ -101,7 +100,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^mhla (eval samples geneval|generate sana --prompt-file) .*", rf"\g<0> {SANA_SET}"),
     (r"^mhla eval samples vbench .*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
-    (r"--weights outputs/tiny-dit/result", "--weights my-dit-patch"),
+    (r"--patch outputs/tiny-dit/result", "--patch my-dit-patch"),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # choosing settings
     (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2 --minutes 0.1"),

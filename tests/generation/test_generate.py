@@ -112,7 +112,7 @@ def test_further_prompts_and_seeds_join_a_folder(tmp_path):
         ((), "unpatched, num_inference_steps 1, guidance_scale 4"),
         (("--patch", "faithful", "--density", "0.05"), "sparse attention, density 5.0%, num_inference_steps 1"),
         (("--patch", "dit-xl-2-256"), "MHLA, to be adapted"),
-        (("--weights", "tiny-dit-sparse", "--set", "guidance_scale=2"), "patch tiny-dit-sparse, .*, guidance_scale 2"),
+        (("--patch", "tiny-dit-sparse", "--set", "guidance_scale=2"), "patch tiny-dit-sparse, .*, guidance_scale 2"),
     ],
 )
 def test_command_tells_what_runs(tmp_path, choice, told):
@@ -155,7 +155,7 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
         (("wan",), 'mhla generate wan "a seven moving left"'),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
-        (("dit", "3", "--weights", "nowhere"), "nowhere"),
+        (("dit", "3", "--patch", "me/nowhere"), "me/nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
         (("dit", "seven", "a cat", *FAST_SET), "'a cat' is not a class"),
@@ -214,7 +214,6 @@ def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"samples": [Sample("a.mp4", "1")]}, "'a.mp4'"),
-        ({"patch": "a", "weights": "b"}, "patch.*weights"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
         ({"samples": lambda: plan_samples(["1"], ".png", (0, -1))}, "seeds.1=-1 .*0"),
@@ -263,13 +262,13 @@ def test_samples_are_redone_elsewhere_when_the_patch_or_the_weights_changed(tmp_
     not_made(config, "patch_content.mixing_init='locality', now 'uniform'")
     pipe = apply_mhla(load_tiny("dit"), str(patch))
     save_mhla(pipe, tmp_path / "weights")
-    config = replace(config, patch=None, weights=str(tmp_path / "weights"), output=tmp_path / "trained")
+    config = replace(config, patch=str(tmp_path / "weights"), output=tmp_path / "trained")
     assert made(config) == [True]
     assert made(config) == [False]
     with torch.no_grad():
         next(iter(mhla_layers(pipe).values())).mixing.mul_(0.5)
     save_mhla(pipe, tmp_path / "weights")
-    not_made(config, "weights_content='")
+    not_made(config, "patch_content='")
 
 
 def test_a_folder_notices_base_weights_that_changed_at_their_path(tmp_path):

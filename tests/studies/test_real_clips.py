@@ -89,7 +89,7 @@ def test_real_clips_are_encoded_trained_on_generated_and_scored(tmp_path: Path) 
     made = tmp_path / "made"
     generate = ("generate", "wan", "--prompt-file", tmp_path / "prompts.txt", "--output", made)
     clip = ("--set", "num_frames=9", "--set", "height=48", "--set", "width=64", "--set", "num_inference_steps=2")
-    mhla(*generate, "--model", model, "--weights", tmp_path / "run/result", *clip, "--device", "cpu")
+    mhla(*generate, "--model", model, "--patch", tmp_path / "run/result", *clip, "--device", "cpu")
     assert len(list(made.glob("*.mp4"))) == 2
     features = ("--extractor", "mhla_diffusers.demo.judging:picture_features")
     score = re.search(r"fid: (\S+)", mhla("eval", "fid", made, real, *features))

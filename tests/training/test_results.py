@@ -49,8 +49,8 @@ def test_result_loads_and_is_the_trained_model(trainable: str, tmp_path: Path) -
     assert not torch.allclose(output_of(begun), trained, atol=1e-3)
     if trainable == "lora":
         assert torch.allclose(output_of(load_mhla(tiny_wan(), result)), trained, atol=1e-6)
-        choice = PipelineChoice("wan", model=str(tmp_path / "model"), weights=str(tmp_path / "run"))
-        assert choice.weights == str(result)
+        choice = PipelineChoice("wan", model=str(tmp_path / "model"), patch=str(tmp_path / "run"))
+        assert choice.patch == str(result)
         chosen = choice.load()
         assert torch.allclose(output_of(chosen.transformer), trained, atol=1e-6)
     if trainable == "unpatched":
