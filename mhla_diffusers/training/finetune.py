@@ -29,10 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResult:
-    """Adapt the transformer of the pipeline in ``config.model`` to the latents in ``config.data``.
+    """Adapt the transformer of the pipeline in ``config.model`` to the latents in ``config.data``, as :func:`train`.
 
     Model, patch, data and the checkpoint to resume from are checked against each other before weights are loaded.
-    ``resume`` and errors are those of :class:`NamedRun` and :func:`train`.
     """
     if config.model is not None:  # a tiny pipeline is named by its folder
         config = replace(config, model=pipeline_source(config.model))
@@ -48,14 +47,10 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
 def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: Any = None) -> None:
     """Write the weights of a checkpoint as the run's result, bit for bit what the run would have written.
 
-    That is a patch for :func:`mhla_diffusers.load_mhla`, with the moving average of the weights where there is one; for
-    a run without a patch a whole transformer.
-
     Args:
         checkpoint: its folder, or that of a run, whose latest one is meant.
-        output: folder to write; it must not hold anything.
-        transformer: with the weights and the patch that the run began with, which is changed; None for those that the
-            run's configuration names.
+        output: new folder.
+        transformer: that the run began with, patched, which is changed; None for what the configuration names.
 
     Raises:
         FileNotFoundError: no checkpoint, or one that lacks files.

@@ -103,7 +103,7 @@ class RunFolder:
             write_text("".join(f"{line}\n" for line in kept), self.metrics)
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
-        """Append one line."""
+        """Append a line."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -126,9 +126,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_state(folder: Path, with_files: bool = False) -> dict[str, Any]:
-    """Read ``state.json``; settings that are newer than the checkpoint get their defaults.
-
-    ``with_files`` also compares the other files with their hashes.
+    """Read ``state.json``, and compare the other files with their hashes if asked to.
 
     Raises:
         ValueError: the checkpoint is damaged, or of an earlier version.
@@ -166,10 +164,7 @@ def _instead_of(checkpoint: Path) -> str:
 def find_changes(folder: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
     """Return what has changed since a checkpoint, such as "learning_rate: 0.0001 → 5e-05".
 
-    ``run`` is what identifies the run, or a part of that: ``config``, and other things by their names in errors.
-
-    Raises:
-        ValueError: something has changed that may not, with both values.
+    ``run`` has ``config`` and other things that identify the run. ValueError if something has changed that may not.
     """
     before = {**state["config"], **{name: state[name] for name in run if name != "config"}}
     now = {**run.get("config", {}), **{name: value for name, value in run.items() if name != "config"}}

@@ -87,13 +87,7 @@ def trainable_names(transformer: nn.Module, kind: str) -> set[str]:
 
 
 def make_optimizer(model: nn.Module, trained: dict[str, nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:
-    """Make the optimizer of a run; mixing matrices never decay, and every step clips them to (0, 1).
-
-    The second group, if any, is that of the mixing matrices and λ.
-
-    Raises:
-        ImportError: the library of the optimizer is missing.
-    """
+    """Make the optimizer of a run, whose steps clip mixing matrices to (0, 1); their group, if any, is the second."""
     mixing = [parameter for name, parameter in trained.items() if name.endswith(_MIXING)]
     others = [parameter for name, parameter in trained.items() if not name.endswith(_MIXING)]
     rate = config.learning_rate
@@ -129,11 +123,7 @@ def optimizer_class(name: OptimizerName) -> type[torch.optim.Optimizer]:
 
 
 def quantizer(kind: BaseType) -> Callable[[nn.Linear, torch.device], nn.Module]:
-    """Return what converts a linear layer to a type of frozen weights, on a device.
-
-    Raises:
-        ImportError: torchao or bitsandbytes is missing.
-    """
+    """Return what converts a linear layer to frozen weights of a type; ImportError if its library is missing."""
     try:
         if kind == "nf4":
             from bitsandbytes.nn import Linear4bit
@@ -214,7 +204,7 @@ def has_parameters(transformer: nn.Module) -> bool:
 
 
 def lora_targets(transformer: nn.Module, layers: LoraLayers) -> list[str]:
-    """Return the names of the linear layers that a LoRA is for, whether or not they have one."""
+    """Return the names of the linear layers that a LoRA is for."""
     places = [place.removesuffix(".base_layer") for place in _linears_of_blocks(transformer)]
     attentions = tuple(f"{name}." for name in patched_attentions(transformer))
     return places if layers == "blocks" else [place for place in places if place.startswith(attentions)]
@@ -275,10 +265,7 @@ class Original:
 
 
 def begin_with(folder: Path, model: Any) -> Any:
-    """Load a saved patch, such as another run's result, to train on from it, and return the model.
-
-    What it was trained to stays in its own type, float32, also in a model in bfloat16, to which ``load_mhla`` rounds.
-    """
+    """Load a saved patch to train on from it, in float32 also in a model in bfloat16, and return the model."""
     (patched,) = find_patched(load_mhla(model, folder)).values()
     record = read_record(folder)
     (component,) = record.transformers
@@ -293,8 +280,6 @@ def begin_with(folder: Path, model: Any) -> Any:
 
 def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> None:
     """Write a patch for :func:`mhla_diffusers.load_mhla`, or for a run without one a transformer for from_pretrained.
-
-    A patch holds MHLA's own weights and, where they were trained, the model's, or its LoRA.
 
     Raises:
         ValueError: a patch in diffusers' own form.

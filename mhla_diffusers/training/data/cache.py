@@ -159,10 +159,9 @@ class CacheWriter:
     Args:
         folder: created, or continued.
         made_with: model and settings.
-        contents: name of every source file → what identifies its content. Other files of the cache, and those whose
-            content has changed, are removed from it.
+        contents: name of every source file → what identifies its content; the cache loses all other files.
         empty: conditioning of the empty prompt.
-        shares: source → its share of an epoch, or nothing.
+        shares: source → its share of an epoch.
 
     Raises:
         ValueError: the folder holds clips of another model, of other settings, or of other files alone.

@@ -26,11 +26,10 @@ class Clips(Settings):
     fps: Positive
     """Frames per second that a video is sampled at."""
     sizes: Sizes | Annotated[str, Field(pattern=r"^auto( \d+(x\d+)?)?$")]
-    """(height, width) in pixels; a file gets the size nearest to its aspect ratio. "auto": usual aspect ratios in the
-    area of the model's own size; "auto 240x416": in that area."""
+    """(height, width) in pixels, of which a file gets the nearest in aspect ratio. "auto": usual ratios in the area of
+    the model's own size; "auto 240x416": in that area."""
     stride: PositiveInteger | None = None
-    """Frames, at ``fps``, from the start of one clip to that of the next; None for the start of the video alone. At
-    every start there is a clip of each length that the video still has."""
+    """Frames, at ``fps``, from the start of one clip (of each length) to that of the next; None for one start alone."""
     upscale: Flag = False
     """Whether to enlarge files that are smaller than their size; else they are left out."""
 

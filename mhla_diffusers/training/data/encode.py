@@ -32,14 +32,14 @@ def encode_folder(
     """Encode videos or images with captions into a cache, and return its files; goes on with an earlier call.
 
     Unreadable files are left out, with the reason in the index. Changed files and captions are encoded again, and
-    clips of files that are gone are removed. Shares of sources may change.
+    clips of files that are gone are removed.
 
     Args:
-        pipe: the model's pipeline, whose autoencoder and text encoder are used.
-        model: Hub id or folder that it came from.
-        source: see :func:`~.media.find_media`, or a YAML file of :class:`~.sources.Sources`.
+        pipe: the pipeline of ``model``, whose autoencoder and text encoder are used.
+        model: Hub id or folder.
+        source: as :func:`~.sources.read_sources` takes it.
         output: folder of the cache.
-        clips: what to cut out of every file; None for what the YAML file says, or the model's own clip.
+        clips: what to cut out of every file; None for what the source says, or the model's own clip.
 
     Raises:
         FileNotFoundError: nothing to encode.
@@ -114,14 +114,14 @@ def synthesize(
     """Make a cache of latents that the unpatched pipeline generates, and return it; goes on with an earlier call.
 
     Args:
-        pipe: the model's pipeline, unpatched.
-        model: Hub id or folder that it came from.
+        pipe: the pipeline of ``model``, unpatched.
+        model: Hub id or folder.
         prompts: one sample each; classes for DiT.
         output: folder of the cache.
-        clips: one number of frames, and one size; None for the model's own.
+        clips: one length and one size; None for the model's own.
         steps: of the sampler.
         guidance: scale of classifier-free guidance.
-        seed: with the sample's number, determines the noise.
+        seed: of the noise, with the number of the sample.
 
     Raises:
         ValueError: no, empty or unknown prompts, a patched pipeline, sizes that the model cannot take, guidance or

@@ -90,8 +90,7 @@ def find_media(folder: Path) -> list[Media]:
 
     Raises:
         FileNotFoundError: no such folder, no videos or images in it, or files of the metadata are missing.
-        ValueError: unreadable captions, metadata that names a file twice or has a caption that is not text, or two
-            files of metadata.
+        ValueError: captions or metadata that cannot be read, or that contradict each other.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder.")
