@@ -33,7 +33,7 @@ from ..files import (
 from ..settings import differences
 from .config import MAY_CHANGE, TrainingConfig
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _STATE = "state.json"
 
 
