@@ -286,17 +286,6 @@ def first_picture(pipe: Any, pixels: Tensor) -> Any:
 
 def scaled_latents(vae: Any, latents: Tensor) -> Tensor:
     """Scale an autoencoder's latents (B, C, ...) as transformers take them, by its mean or shift, and its factor."""
-    shift, scale = _scale_of(vae, latents)
-    return (latents - shift) * scale
-
-
-def unscaled_latents(vae: Any, latents: Tensor) -> Tensor:
-    """Undo :func:`scaled_latents`, for an autoencoder to decode: (B, C, ...)."""
-    shift, scale = _scale_of(vae, latents)
-    return latents / scale + shift
-
-
-def _scale_of(vae: Any, latents: Tensor) -> tuple[Any, Any]:
     known = {**vae.config, **dict(vae.named_buffers(recurse=False))}
     mean, deviation = (
         None if values is None else torch.as_tensor(values).to(latents).view(-1, *[1] * (latents.ndim - 2))
@@ -304,4 +293,4 @@ def _scale_of(vae: Any, latents: Tensor) -> tuple[Any, Any]:
     )
     shift = mean if mean is not None else known.get("shift_factor") or 0.0
     factor = known.get("scaling_factor") or 1.0
-    return shift, factor if deviation is None else factor / deviation
+    return (latents - shift) * (factor if deviation is None else factor / deviation)

@@ -1,6 +1,5 @@
 """What several tests of patching use: names of models, what a patch could leave behind, weights and adapters."""
 
-import inspect
 import threading
 
 import torch
@@ -10,7 +9,8 @@ from peft import LoraConfig, inject_adapter_in_model
 import mhla_diffusers as mhla
 from mhla_diffusers.patching import find_patched
 
-from ..models import FAMILIES, attn_processors, patched
+from ..families.cases import footprint
+from ..models import FAMILIES, patched
 
 MODELS = list(FAMILIES)
 ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
@@ -20,33 +20,9 @@ EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
 CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
 
 
-def footprint(model):
-    """All that a patch could leave behind in a transformer; processors and hooks compare by identity."""
-    return {
-        "class": type(model),
-        "state": {key: value.clone() for key, value in model.state_dict().items()},
-        "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-        "signature": inspect.signature(model.forward),
-        "modules": {name: type(module) for name, module in model.named_modules()},
-        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
-        "processors": attn_processors(model),
-        "backends": [getattr(one, "_attention_backend", None) for one in attn_processors(model).values()],
-        "hooks": {
-            (name, kind): list(getattr(module, kind).values())
-            for name, module in model.named_modules()
-            for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-        },
-    }
-
-
 def assert_same_footprint(model, before):
-    after = footprint(model)
-    state, state_before = after.pop("state"), before["state"]
-    assert state.keys() == state_before.keys()
-    for key, value in state.items():
-        assert torch.equal(value, state_before[key]) and value.dtype == state_before[key].dtype, key
-    for part, value in after.items():
-        assert value == before[part], part
+    """Nothing that a patch could leave behind is in a transformer."""
+    assert footprint(model) == before
 
 
 def assert_equal_up_to_order(found, expected):
