@@ -127,7 +127,7 @@ def check(
     rows = time_interleaved(_runs(shape, place, kind), place, 0.5 if on_cpu else 1.0, least=3, most=15)
     bounds, share = _bounds(case)
     conditions = gather_conditions(place)
-    about = "\n".join([*(f"{name}: {conditions[name]}" for name in ("device", "date", "command")), report(None)])
+    about = "\n".join([*(f"{name}: {conditions[name]}" for name in ("device", "date", "command")), report()])
     tokens, timed, word = math.prod(case.shape.grid), math.prod(shape.grid), str(kind).removeprefix("torch.")
     return Check(case.name, tokens, timed, str(place), word, about, errors, limits, rows, bounds, share)
 

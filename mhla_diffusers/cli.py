@@ -85,9 +85,7 @@ def info(
     patch: Annotated[
         str | None, typer.Option(help="Show one patch: name, YAML path, or folder of a saved patch.")
     ] = None,
-    as_report: Annotated[
-        bool, typer.Option("--report", help="Plain text to paste into an issue; with --patch, that patch's settings.")
-    ] = False,
+    as_report: Annotated[bool, typer.Option("--report", help="Plain text to paste into an issue.")] = False,
     model: Annotated[
         str | None, typer.Option(help="Count what a patch can bring to wan2.1-1.3b, dit-xl-2, … at most.")
     ] = None,
@@ -103,13 +101,13 @@ def info(
     if model is None and any(value is not None for value in given.values()):
         names = ", ".join(f"--{name.replace('_', '-')} {x}" for name, x in given.items() if x is not None)
         raise ValueError(f"{names} needs --model, such as --model wan2.1-1.3b.")
-    if model is not None and as_report:
-        raise ValueError("--report and --model cannot be combined; give one of them.")
+    if as_report and (model is not None or patch is not None):
+        raise ValueError("--report stands alone; leave --model and --patch out.")
     if model is not None:
         chosen = None if patch is None else configs_of(patch)[0]
         print_model(model, size, frames, chosen, changes, steps or 50)
     elif as_report:
-        typer.echo(report(patch))
+        typer.echo(report())
     elif patch is None:
         print_info()
     else:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import mhla_diffusers
 from mhla_diffusers import mhla_layers, save_mhla
 from mhla_diffusers.benchmark.cases import models as models_to_measure
-from mhla_diffusers.benchmark.info import print_any_patch, report
+from mhla_diffusers.benchmark.info import print_any_patch
 from mhla_diffusers.cli import app, run
 from mhla_diffusers.config import patch_names
 from mhla_diffusers.families.refused import REFUSED
@@ -94,22 +94,14 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
         print_any_patch(str(tmp_path))
 
 
-def test_info_as_a_report(tmp_path):
-    patch = tmp_path / "mine.yaml"
-    patch.write_text("family: wan\nbase_model: /home/me/wan\ndescription: d\npatch:\n  blocks: [7, 3, 5]\n")
-    shown = mhla_here("info", "--report", "--patch", str(patch))
-    for line in (
-        f"mhla_diffusers {mhla_diffusers.__version__}",
-        f"torch {torch.__version__}",
-        f"diffusers {diffusers.__version__}",
-        "backends: auto, eager, triton",
-        "patch mine.yaml: family='wan', ",
-    ):
+def test_info_as_a_report():
+    shown = mhla_here("info", "--report")
+    versions = [f"{module.__name__} {module.__version__}" for module in (mhla_diffusers, torch, diffusers)]
+    for line in (*versions, "backends: auto, eager, triton"):
         assert f"\n{line}" in f"\n{shown}"
-    personal = (str(tmp_path), str(Path.home()), getpass.getuser(), platform.node(), "/home/me", sys.prefix)
+    personal = (str(Path.home()), getpass.getuser(), platform.node(), sys.prefix)
     assert not [word for word in personal if word in shown]
     assert shown.isascii() and len(shown) < 2000
-    assert "patch tiny-wan-mhla: family='wan', " in report("tiny-wan-mhla")
 
 
 def test_user_errors_have_no_traceback(monkeypatch, capsys):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..generation.names import expand_options, patch_options, read_prompts
+from ..generation.names import call_options, expand_options, patch_options, read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def bench_transformer(
 
 
 @bench.command("pipeline")
-@expand_options(patch_options)
+@expand_options(patch_options, call_options)
 def bench_pipeline(
     options: dict[str, Any],
     model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
@@ -88,10 +88,6 @@ def bench_pipeline(
         typer.Option(help="A profile, a preset, a YAML file or a saved patch; several. Default: all profiles."),
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: one of its own.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
-    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after one to warm up.")] = 3,
     device: _Device = "auto",
     dtype: _DType = None,
@@ -99,11 +95,11 @@ def bench_pipeline(
 ) -> None:
     """A whole call of a pipeline and its parts, unpatched and with patches, with PSNR and SSIM of the samples."""
     from .measure import Results
-    from .pipeline import benchmark_pipeline, call_arguments, choose_pipeline
+    from .pipeline import benchmark_pipeline, choose_pipeline
 
     place, precision, _ = place_of(device, dtype)
-    settings = call_arguments(steps=steps, guidance=guidance, size=size, frames=frames)
-    choice = choose_pipeline(model, device=str(place), dtype=str(precision).removeprefix("torch."), settings=settings)
+    dtype_of_choice = str(precision).removeprefix("torch.")
+    choice = choose_pipeline(model, device=str(place), dtype=dtype_of_choice, settings=options["settings"])
     results = Results("pipeline", place, precision, output)
     prompts = () if prompt_file is None else read_prompts(prompt_file)
     changes = options["patch_settings"]

@@ -37,7 +37,7 @@ _SPARSE, _LINEAR = "works untrained", "has to be adapted first"
 
 def print_info() -> None:
     """Print versions, devices and backends, then supported models and patches."""
-    _say(f"{report(None)}\nfeature maps: {', '.join(feature_map_names())}\n")
+    _say(f"{report()}\nfeature maps: {', '.join(feature_map_names())}\n")
     models = [
         (family.name, name, family.default_config.short_name, times(family.mhla_blocks))
         for family in families()
@@ -64,8 +64,8 @@ def print_info() -> None:
     _print_table("\nAdapted patches, for load_mhla", ["name", "for", "family"], adapted)
 
 
-def report(patch: str | None) -> str:
-    """Write plain text to begin a bug report with, also on a patch: no paths, no names of users or machines."""
+def report() -> str:
+    """Write plain text to begin a bug report with: no paths, no names of users or machines."""
     devices = []
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
@@ -78,9 +78,6 @@ def report(patch: str | None) -> str:
         f"devices: {', '.join([*devices, f'CPU with {torch.get_num_threads()} threads'])}",
         f"backends: {', '.join(BACKENDS)}",
     ]
-    for family, config in [] if patch is None else configs_of(patch):
-        settings = {"family": family, **config.to_dict()}.items()
-        lines.append(f"patch {Path(str(patch)).resolve().name}: {', '.join(f'{name}={x!r}' for name, x in settings)}")
     return "\n".join(lines)
 
 

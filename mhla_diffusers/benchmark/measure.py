@@ -21,6 +21,7 @@ from typing import Literal
 import psutil
 import torch
 
+from .. import __version__
 from ..files import check_writable, write_text
 from ..reporting import markdown_table, progress, text_table, wrap
 
@@ -28,7 +29,7 @@ _CACHE_BYTES = 2**28
 """More than the level-2 cache of any card: overwritten before every timed run, which then finds the cache cold."""
 _REFUSALS = (RuntimeError, ValueError, NotImplementedError, ImportError)
 """What a backend raises that cannot run an attention here."""
-_PACKAGES = ("mhla_diffusers", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
+_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "triton")
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def _warnings_of(run: Callable[[], object]) -> str:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of this package and of those that it runs on, as far as they are installed."""
-    found = {}
+    found = {"mhla_diffusers": __version__}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)

@@ -20,7 +20,7 @@ from ..generation.noise import generator_for
 from ..generation.pipelines import PipelineChoice, family_of, has_weights, put_on
 from ..generation.similarity import psnr, ssim
 from ..patching import PATCH_FILE, find_transformers, remove_mhla
-from ..reporting import parse_size, progress
+from ..reporting import progress
 from ..tiny import tiny_pipeline
 from .cases import BLOCK_SIZE, Shape, models
 from .correctness import check_operator
@@ -44,15 +44,6 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
     choice = PipelineChoice(family, model=None if is_tiny else name, **settings)
     choice.check()
     return choice
-
-
-def call_arguments(
-    *, steps: int | None, guidance: float | None, size: str | None, frames: int | None
-) -> dict[str, Any]:
-    """Return the pipeline's arguments for the options given; ValueError for an invalid size."""
-    height, width = (None, None) if size is None else parse_size(size)
-    given = {"num_inference_steps": steps, "guidance_scale": guidance, "height": height, "width": width}
-    return {name: value for name, value in (given | {"num_frames": frames}).items() if value is not None}
 
 
 @contextmanager

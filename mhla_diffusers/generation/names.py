@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..files import check_unique, read_csv, read_json_lines, read_lines
+from ..reporting import parse_size
 from ..settings import parse_yaml
 
 
@@ -82,6 +83,18 @@ def pipeline_options(
         dtype = "float32" if choose_device(device).type == "cpu" else "bfloat16"
     named = {"model": model, "patch": patch, "device": device, "dtype": dtype}
     return {**named, "settings": parse_settings(settings or ())}
+
+
+def call_options(
+    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
+) -> dict[str, Any]:
+    """Return arguments of a pipeline's call, as ``settings``."""
+    height, width = (None, None) if size is None else parse_size(size)
+    given = {"num_inference_steps": steps, "guidance_scale": guidance, "height": height, "width": width}
+    return {"settings": {name: x for name, x in (given | {"num_frames": frames}).items() if x is not None}}
 
 
 def patch_options(

@@ -1,18 +1,18 @@
 """``mhla tune``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..generation.names import call_options, expand_options, read_prompts
 
+
+@expand_options(call_options)
 def tune_command(
     model: Annotated[str, typer.Argument(help="tiny-wan (or wan), or the Hub id or folder of a pipeline.")],
     prompts: Annotated[Path, typer.Option(help="Two to ten of yours, one per line; the first decides what is tried.")],
-    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
+    options: dict[str, Any],
     seed: Annotated[int, typer.Option(min=0, help="Of the noise, the same in every call.")] = 0,
     psnr: Annotated[float | None, typer.Option(help="Target in dB against the unpatched clips; default: 30.")] = None,
     speedup: Annotated[float | None, typer.Option(help="Target as a multiple of the unpatched speed, instead.")] = None,
@@ -29,9 +29,8 @@ def tune_command(
     import torch
 
     from ..benchmark.commands import place_of
-    from ..benchmark.pipeline import call_arguments, choose_pipeline
+    from ..benchmark.pipeline import choose_pipeline
     from ..config import USUAL_STEPS
-    from ..generation.names import read_prompts
     from ..tiny import TINY
     from . import Target, tune
 
@@ -41,7 +40,7 @@ def tune_command(
         f"tiny-{model}" if model in TINY else model,
         device=str(place),
         dtype=str(precision).removeprefix("torch."),
-        settings=call_arguments(steps=steps, guidance=guidance, size=size, frames=frames),
+        settings=options["settings"],
     )
     name = choice.model or f"tiny-{choice.family}"
     pipe = choice.load(texts)
