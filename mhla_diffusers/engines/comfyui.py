@@ -1,10 +1,7 @@
 """ComfyUI node that makes the self-attention of a model sparse.
 
-The node sets three things on a clone of the model: an attention override, which attends; a wrapper of the diffusion
-model, which reads token grid, text length and step once per call; and a wrapper of the sampler, which ends the count.
-
-ComfyUI has one attention override per model. Its node Model Attention Backend replaces the one before; its Model
-Sparse Attention puts itself on top again at every step and hands on what it does not take.
+It sets three things on a clone of the model: an attention override, which attends; a wrapper of the diffusion model,
+which reads token grid, text length and step once per call; and a wrapper of the sampler, which ends the count.
 """
 
 import inspect

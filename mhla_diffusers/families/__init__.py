@@ -46,8 +46,7 @@ def families() -> list[Family]:
 def find_family(transformer: Any) -> Family | None:
     """Return the family of a transformer, its class, class name or family name, or None.
 
-    The name of the class, or of a base class, decides. A class of that name from elsewhere than the family's library,
-    such as a copy on the Hub, belongs to the family if it has the attentions.
+    A class of a family's name from another library, such as a copy on the Hub, belongs to it if it has the attentions.
     """
     if isinstance(transformer, str):
         named = (family for family in families() if transformer in family.transformers)

@@ -78,14 +78,7 @@ class Calling:
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
         """Generate one sample per prompt: a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
 
-        Args:
-            pipe: the pipeline, patched or not.
-            prompts: text or classes.
-            generators: noise of every sample; on the CPU for noise that does not depend on the device.
-            **settings: further arguments of the pipeline's call.
-
-        Raises:
-            ValueError: the pipeline needs more arguments, such as a picture.
+        ``generators`` draw each sample's noise. ValueError if the pipeline needs more arguments, such as a picture.
         """
         usual = {"output_type": "np"} if self.family.makes_videos else {}  # some pipelines return PIL images by default
         arguments = {
@@ -221,10 +214,7 @@ def label_of(pipe: Any, prompt: str) -> int:
 
 
 def class_label(prompt: str, labels: Mapping[str, int], count: int) -> int:
-    """Return the number of a class, from its number, its name, or a phrase that ends in its name, such as "a seven".
-
-    ``labels`` are those of the pipeline, by name; without any, each number below ``count`` is a class.
-    """
+    """Return the number of a class of a pipeline, by number, name, or a phrase that ends in it, such as "a seven"."""
     numbers = {int(label) for label in labels.values()} or range(count)
     text = prompt.strip()
     number = text.lstrip("0") or text[-1:]

@@ -41,10 +41,7 @@ def _patchable(transformer: Any, config: PatchConfig) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class Family:
-    """A family of transformers that can be patched; sparse attention needs the first facts alone.
-
-    To add a model, make one and pass it to :func:`register_family`; ``docs/models.md`` has an example.
-    """
+    """Facts of a family of transformers, of which sparse attention needs the first; for :func:`register_family`."""
 
     name: str
     """Name in patch files, on the command line and in messages."""
@@ -257,11 +254,7 @@ class Family:
         return self.complete({})
 
     def complete(self, settings: Mapping[str, Any]) -> PatchConfig:
-        """Return the settings of a patch: those given, whose names decide which attention it runs, and the family's.
-
-        Blocks that are not given are the family's, and are fitted to the grid of every call. ValueError for settings of
-        two attentions, or of one that the family cannot have.
-        """
+        """Return the settings of a patch: those given, whose names decide which attention it runs, and the family's."""
         kind = kind_of(settings, SparseConfig if self.computes == "softmax" else MHLAConfig, MHLAConfig)
         usual: dict[str, Any] = {}
         if issubclass(kind, LinearConfig):

@@ -187,10 +187,7 @@ def minimax_h3(transformer: Any, arguments: Arguments) -> Grid:
 
 
 def read_once(read: Callable[..., Found]) -> Callable[..., Found]:
-    """Decorator of a function that reads values of tensors: cached on the first one until its values change.
-
-    A compiled graph takes the result as a constant; a tensor made in inference mode is read every time.
-    """
+    """Decorator: cache what is read of a tensor's values on it until they change; a constant in a compiled graph."""
 
     @wraps(read)
     def reading(tensor: Any, *others: Any) -> Found:
@@ -237,11 +234,7 @@ def _lengths(ids: Tensor, first: int) -> Tensor:
 
 @read_once
 def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
-    """Return the height and width of ids (N, 3 or more) or (B, N, 3 or more): picture, row and column of every token.
-
-    Counts the tokens of the first token's row and column: a second picture adds to both, and bfloat16 rounds no larger
-    number to 0.
-    """
+    """Return height and width of ids (N, 3 or more) or (B, N, 3 or more), by the tokens of the first row and column."""
     width, height = _lengths(ids, first).tolist()
     if height * width != ids.shape[-2] - first:
         raise ValueError(

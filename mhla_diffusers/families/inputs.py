@@ -78,13 +78,9 @@ class Inputs:
         return {one.name: torch.empty(one.sizes(config), dtype=one.dtype, device="meta") for one in conditions}
 
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Make the forward's kwargs: latents, time, conditioning, and guidance if the model embeds it.
+        """Make the forward's kwargs: latents (B, C, ...), time, conditioning, and guidance if the model embeds it.
 
-        Args:
-            transformer: which.
-            latents: (B, C, ...).
-            timestep: (B,), in the transformer's scale; for classes in :attr:`Family.times_per_frame` also (B, F).
-            conditioning: as :meth:`conditioning_shapes`, each with a batch axis.
+        ``timestep`` is (B,), in the transformer's scale; for classes in :attr:`Family.times_per_frame` also (B, F).
         """
         taken = pack(latents, self.family.patch_of(transformer)) if self.packs_latents else latents
         arguments = {"hidden_states": taken, "timestep": timestep}

@@ -1,8 +1,4 @@
-"""How MHLA reads the call of a self-attention: before RoPE, which acts behind the feature map.
-
-``read`` makes :class:`AttentionInputs` of the arguments of the call, MHLA attends with these, and ``project_output``
-makes the attention's return value. One adapter each serves SANA, the plain attention of DiT and PixArt, and Wan.
-"""
+"""How MHLA reads the call of a self-attention: before RoPE, which acts behind the feature map."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -46,9 +42,8 @@ class AttentionAdapter:
 
     Args:
         class_path: end of the import path of the self-attentions' class, if no other family uses that class.
-        processor: import path of the processor that diffusers gives the self-attentions; empty for their class's
-            default, or of a class without one ``AttnProcessor2_0``.
-        cross: import path of that of the cross-attentions, if the class's default or their norms do not tell it.
+        processor: import path of the self-attentions' processor, if not the default of their class.
+        cross: import path of that of the cross-attentions, if the class's default or their norms do not give it.
     """
 
     def __init__(self, *, class_path: str | None = None, processor: str = "", cross: str = "") -> None:
@@ -84,13 +79,7 @@ class AttentionAdapter:
         return {name: value for name, value in given.items() if name in _PLACES and value is not None}
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int | None = None) -> AttentionInputs:
-        """Interpret the arguments of a call, and project to query, key and value.
-
-        ``tokens`` is the number of the grid's tokens on this process; None for all.
-
-        Raises:
-            ValueError: a mask that is not a key-padding mask, or another number of tokens.
-        """
+        """Interpret the arguments of a call, and project; ``tokens`` is the number on this process, None for all."""
         hidden_states, mask = arguments["hidden_states"], arguments.get("attention_mask")
         count, tokens = hidden_states.shape[1], math.prod(grid) if tokens is None else tokens
         if count != tokens:
@@ -147,8 +136,7 @@ _LAID_OUT: set[tuple[int, ...]] = set()
 def grid_of_table(table: Any) -> tuple[int, ...]:
     """Return the token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
 
-    The table is often a view of a (frames, height, width, D). Once the coordinates have been checked against that
-    shape, the shape alone is enough, and nothing waits for the device.
+    Once the coordinates of a view of (frames, height, width, D) have been checked, its shape is enough.
     """
     laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
     if laid_out in _LAID_OUT:
@@ -168,11 +156,7 @@ def grid_of_table(table: Any) -> tuple[int, ...]:
 
 
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
-    """Return the (B, N) mask of ``mhla_attention`` from the mask that diffusers passes to an attention.
-
-    Raises:
-        ValueError: the mask is not the same for every query, or holds integers.
-    """
+    """Return MHLA's mask (B, N) from an attention's; ValueError if it differs between queries or is of integers."""
     shape = tuple(attention_mask.shape)
     if shape not in ((batch, tokens), (batch, 1, tokens), (batch, 1, 1, tokens)):
         raise ValueError(

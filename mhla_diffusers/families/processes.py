@@ -54,10 +54,7 @@ class DiffusionProcess(ABC):
     def make_batch(
         self, latents: Tensor, noise: Tensor, quantile: Tensor, conditioning: Mapping[str, Tensor]
     ) -> NoisedBatch:
-        """Noise latents to the times at the quantiles, (B,); with flow matching also (B, F), of every frame.
-
-        With :data:`KNOWN_FRAMES` in the conditioning, those frames are clean and every frame has a time.
-        """
+        """Noise latents to times at quantiles, (B,) or of frames (B, F); :data:`KNOWN_FRAMES` of them stay clean."""
         given = dict(conditioning)
         if (known := given.pop(KNOWN_FRAMES, None)) is not None:
             is_noised = torch.arange(latents.shape[2], device=quantile.device) >= known[:, None].to(quantile.device)
@@ -72,8 +69,7 @@ class DiffusionProcess(ABC):
 class FlowMatching(DiffusionProcess):
     """Straight paths to the noise; the model predicts the velocity, noise − latents, and takes 1000 σ.
 
-    σ follows a logit-normal distribution, shifted: σ ↦ shift σ / (1 + (shift − 1) σ), by 3.0 for Wan at 480p and SANA.
-    Some SANA models scale their timestep.
+    σ follows a logit-normal distribution, shifted: σ ↦ shift σ / (1 + (shift − 1) σ).
     """
 
     def __init__(self, shift: float, timestep_scale: float = 1.0, channels: int | None = None) -> None:
@@ -133,10 +129,9 @@ class _DDPM(DiffusionProcess):
 
 
 class LearnedVarianceDDPM(_DDPM):
-    """DiT: the model predicts the noise and, in as many further channels, the variance.
+    """DiT: the model predicts the noise and, in as many further channels, the variance; β grows from 0.0001 to 0.02.
 
-    Loss as in improved DDPM: mean squared error of the noise, plus the variational bound in bits per dimension, whose
-    gradient reaches only the variance. β grows linearly from 0.0001 to 0.02 over the 1000 steps.
+    The loss is the noise's mean squared error plus the variational bound in bits per dimension, for the variance alone.
     """
 
     def __init__(self) -> None:

@@ -55,10 +55,9 @@ class Training:
     # Encoding
 
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
-        """Encode clips (B, 3, F, H, W) in [-1, 1], on the autoencoder's device and in its type.
+        """Encode clips (B, 3, F, H, W) in [-1, 1] to float32 latents (B, C, F, H, W), of images (B, C, H, W).
 
-        Returns latents in the transformer's scale, float32 (B, C, F, H, W), or (B, C, H, W) for images; a first latent
-        frame that is a picture is encoded by itself.
+        A first latent frame that is a picture is encoded by itself.
         """
         latents = self.encoded(pipe, pixels)
         if not self.family.calling.begins_with_picture(pipe, pipe.transformer.config):
@@ -97,13 +96,7 @@ class Training:
         return found
 
     def encode_prompt(self, pipe: Any, prompt: str, settings: Mapping[str, Any] | None = None) -> Sample:
-        """Return the kwargs of the transformer's forward for a prompt, without a batch axis, by default ``conditions``.
-
-        ``settings`` are of the pipeline's call; those that ``encode_prompt`` does not take are ignored.
-
-        Raises:
-            ValueError: a prompt that the model does not know, or the family does not define how prompts are encoded.
-        """
+        """Return the forward's kwargs for a prompt, by default ``conditions``; settings not taken are ignored."""
         config = pipe.transformer.config
         conditions = self.inputs.conditions_of(config)
         if not conditions:
@@ -263,8 +256,7 @@ class CogVideoXTraining(Training):
     def encode_pixels(self, pipe: Any, pixels: Tensor) -> Tensor:
         """Encode to (B, 16, F, H, W); the first frame is repeated to fill its token, where the pipeline drops frames.
 
-        For image-to-video (B, 32, F, H, W), with the latents of the first frame; some checkpoints have them on the
-        autoencoder's scale, divided by its factor.
+        Image-to-video adds the first frame's latents, which some checkpoints divide by the autoencoder's factor.
         """
         latents = super().encode_pixels(pipe, pixels)
         missing = self.family.latent_frames(pipe.transformer.config, latents.shape[2], 1) - latents.shape[2]

@@ -97,10 +97,7 @@ class Run:
         self._used: set[BranchState] = set()
 
     def branch(self, owner: Hashable, step: Step, timesteps: object, conditions: Any) -> tuple[BranchState, bool]:
-        """Return the branch that a forward belongs to, and whether the forward begins a step.
-
-        A branch is identified by its conditions, or by its order within a step if the pipeline recreates them.
-        """
+        """Return the branch of a forward, by its conditions or else its order, and whether it begins a step."""
         last = self.step
         if last is None or step.count != last.count or step.index < last.index or timesteps is not self._timesteps:
             self.clear()
@@ -123,10 +120,7 @@ class Run:
         return found, begins
 
     def begin(self, step: Step) -> bool:
-        """Begin a forward, and return whether it begins a step.
-
-        A branch that a whole step did not use has ended, as guidance or an expert of Wan 2.2 does.
-        """
+        """Begin a forward; return whether it begins a step. A branch that a whole step did not use has ended."""
         begins = self.step != step
         if begins:
             for branches in self._branches.values():
@@ -225,20 +219,6 @@ def in_every_step() -> Iterator[None]:
         yield
     finally:
         state.in_every_step = before
-
-
-@contextmanager
-def switched_off(*patches: Any) -> Iterator[None]:
-    """Let models attend as before their patches, in this thread, within the context."""
-    state = held()
-    state.off = (*state.off, *patches)
-    try:
-        yield
-    finally:  # takes out its own alone, as contexts of generators may end in any order
-        off = list(state.off)
-        for patch in patches:
-            off.remove(patch)
-        state.off = tuple(off)
 
 
 class LayerHook:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..families import find_family, get_family, unwrapped
-from .call import switched_off
+from .call import held
 from .layer import MHLALayer
 from .patched import ATTRIBUTE, Patched
 from .processor import MHLAProcessor
@@ -126,5 +126,12 @@ def mhla_disabled(model: Any) -> Iterator[None]:
         raise ValueError(
             "diffusers' own set_attn_processor does not keep the original processors; patch with apply_mhla(pipe, ...)."
         )
-    with switched_off(*handles):
+    state = held()
+    state.off = (*state.off, *handles)
+    try:
         yield
+    finally:  # takes out its own alone, as contexts of generators may end in any order
+        off = list(state.off)
+        for patched in handles:
+            off.remove(patched)
+        state.off = tuple(off)

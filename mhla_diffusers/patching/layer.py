@@ -31,11 +31,7 @@ _CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3
 
 
 class Gate(nn.Module):
-    """Projection of a layer's input, (B, N, hidden size) to (B, N, H * D), whose SiLU multiplies the output.
-
-    Not an ``nn.Linear``, and :class:`Convolution` not an ``nn.Conv3d``, because diffusers' layerwise casting and
-    quantisation store those in fewer bits.
-    """
+    """Projection to (B, N, H * D); not an ``nn.Linear``, which layerwise casting would store in 8 bits."""
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()
@@ -75,10 +71,7 @@ class Convolution(nn.Module):
 
 
 class MHLALayer(nn.Module):
-    """MHLA, causal or not: mixing matrix and, where configured, λ, output norm, gate and convolution.
-
-    A fresh gate is 1, a fresh convolution 0; an output norm of weight 1 still normalises.
-    """
+    """MHLA: mixing matrix and, where configured, λ, output norm, gate (fresh 1) and convolution (fresh 0)."""
 
     def __init__(
         self, config: LinearConfig, heads: int, head_dim: int, hidden_size: int, adapter: AttentionAdapter | None = None
@@ -116,12 +109,7 @@ class MHLALayer(nn.Module):
     def forward(
         self, inputs: AttentionInputs, *, backend: str = "auto", split: ProcessGroup | None = None
     ) -> torch.Tensor:
-        """Attend, by default in one process; return (B, N, H, D), before the output projection of the attention.
-
-        Raises:
-            ValueError: with ``causal="block"`` a grid that ends within a frame block, a convolution over several
-                processes, and whatever :func:`mhla_attention` refuses.
-        """
+        """Attend, by default in one process; return (B, N, H, D), before the output projection of the attention."""
         call = self.call(inputs)
         if split is not None:
             if self.convolution is not None:
@@ -220,10 +208,8 @@ def layer_of(attn: Any) -> MHLALayer | None:
 def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALayer:
     """Make a fresh layer that fits an attention of a family, or of an unknown one (None), on its device.
 
-    Mixing matrix and λ are float32; gate, norm and convolution take the type that the attention computes in.
-
-    Raises:
-        ValueError: the weights of the attention are offloaded, or it has a norm that MHLA does not run.
+    Mixing matrix and λ are float32; gate, norm and convolution take the type that the attention computes in. ValueError
+    for offloaded weights, or a norm that MHLA does not run.
     """
     for norm in ("group_norm", "spatial_norm"):
         if getattr(attn, norm, None) is not None:

@@ -308,11 +308,7 @@ def _plan_change(
 
 
 def register_mixing_clip(optimizer: torch.optim.Optimizer, model: Any) -> RemovableHandle:
-    """Clip every mixing matrix into (0, 1) after each step of ``optimizer``, as the paper does (Sec. 4.2).
-
-    Raises:
-        ValueError: the model has no mixing matrices, or ``optimizer`` lacks one that takes gradients.
-    """
+    """Clip every mixing matrix into (0, 1) after each step of ``optimizer``, as the paper does (Sec. 4.2)."""
     layers = list(require_layers(model).values())
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(layer.mixing.requires_grad and id(layer.mixing) not in optimized for layer in layers):
@@ -381,7 +377,7 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     """Return the indices of the layers to replace, ascending, of ``count`` self-attentions.
 
     A fraction keeps the remaining layers evenly spread, beginning with layer 0: "2/3" keeps layers 0, 3, 6, …, the
-    hybrid of the paper's Sec. 5.3. Negative indices count from the end; ValueError for one out of range.
+    hybrid of the paper's Sec. 5.3.
     """
     parsed = parse_layers(choice)
     if isinstance(parsed, Fraction):

@@ -35,10 +35,7 @@ _FIRST = torch.tensor(0, device="cpu")
 
 
 class Patched:
-    """One patched model. :func:`apply_mhla` makes it, :func:`find_patched` finds it, what works on a patch takes it.
-
-    ``pipe`` is the pipeline or object with ``transformer`` and ``scheduler`` that the patch was applied to, if known.
-    """
+    """One patched model; ``pipe`` is the object with ``transformer`` and ``scheduler`` that was patched, if known."""
 
     def __init__(
         self, transformer: nn.Module, config: PatchConfig, family: Family, pipe: Any = None, backend: str = "auto"

@@ -1,8 +1,4 @@
-"""MHLA's attention processor, for SANA, DiT and Wan and what shares their attention.
-
-The paper applies RoPE after the feature map and computes the gate from the layer's input, so MHLA needs tensors from
-before the attention call. The processor reads them through the family's adapter. Sparse attention needs no processor.
-"""
+"""MHLA's attention processor; it reads tensors from before RoPE and the gate's input through the family's adapter."""
 
 import math
 import warnings

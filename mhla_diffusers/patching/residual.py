@@ -57,10 +57,7 @@ class Residual:
 
     @classmethod
     def measured(cls, dense: torch.Tensor, sparse: torch.Tensor, step: int, before: "Residual | None") -> "Residual":
-        """Return the residual at a dense step of outputs (B, N, C), in float32, some tokens at a time.
-
-        ``before`` is the residual of the dense step before this one.
-        """
+        """Return the residual of outputs (B, N, C) at a dense step; ``before`` is that of the dense step before."""
         samples, tokens, channels = dense.shape
         rank = min(RANK, tokens, channels)
         old = before if before is not None and before.shape == dense.shape and before.step < step else None

@@ -26,10 +26,7 @@ _ADDED = (".mhla.", "lora_", ".modules_to_save.")
 
 
 def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Return every tensor that is not MHLA's by its name in a plain model, where it lies; the first place counts.
-
-    A fused projection is given by its parts, which lie there and in the single projections.
-    """
+    """Return every tensor but MHLA's by its name in a plain model, and where it lies; the first place counts."""
     # some quantised parameters are not in the state by their own names
     tensors = dict(transformer.named_parameters()) | transformer.state_dict(keep_vars=True)
     state = {
@@ -128,36 +125,29 @@ def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load the LoRA of a patch beside other adapters; ValueError if there is one of its name."""
+    from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    before = {
-        name: part.active_adapters for name, part in transformer.named_modules() if isinstance(part, BaseTunerLayer)
-    }
-    _load_lora(transformer, tensors)
-    for name, part in transformer.named_modules():
-        if isinstance(part, BaseTunerLayer):  # PEFT activates the new one alone
-            part._active_adapter = [*before.get(name, []), LORA]
-
-
-def _load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     if has_lora(transformer, LORA):
         raise ValueError(
             f"The model already has an adapter named {LORA!r}, the name of the patch's LoRA. Remove it with "
             f"delete_adapters({LORA!r}), or rename it."
         )
+    parts = transformer.named_modules()
+    active = {name: part.active_adapters for name, part in parts if isinstance(part, BaseTunerLayer)}
     if hasattr(transformer, "load_lora_adapter"):
         first = next(iter(transformer.parameters()))
         state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
         transformer.load_lora_adapter(state, prefix=None, adapter_name=LORA)
-        return
-    # a class to which diffusers gives no methods for LoRA, such as DiT's
-    from peft import LoraConfig, inject_adapter_in_model
-
-    targets = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-    rank = len(tensors[f"{targets[0]}.lora_A.weight"])
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, LORA)
-    for name, weight in lora_weights(transformer, LORA).items():
-        weight.copy_(tensors[name])
+    else:  # a class to which diffusers gives no methods for LoRA, such as DiT's
+        targets = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+        rank = len(tensors[f"{targets[0]}.lora_A.weight"])
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, LORA)
+        for name, weight in lora_weights(transformer, LORA).items():
+            weight.copy_(tensors[name])
+    for name, part in transformer.named_modules():
+        if isinstance(part, BaseTunerLayer):  # PEFT activates the new one alone
+            part._active_adapter = [*active.get(name, []), LORA]
 
 
 def remove_lora(transformer: Any, name: str) -> None:
@@ -177,10 +167,7 @@ def remove_lora(transformer: Any, name: str) -> None:
 
 
 def resized(tensors: Mapping[str, torch.Tensor], before: PatchConfig, after: PatchConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of a patch for other blocks: mixing matrices are interpolated over block positions.
-
-    Causal ones are extended along the first axis by :func:`extend_mixing`, or cut: a block keeps its number of tokens.
-    """
+    """Return a patch's tensors at other blocks: mixing matrices are interpolated, causal ones extended or cut."""
     part = dict(tensors)
     if not (isinstance(before, LinearConfig) and isinstance(after, LinearConfig)) or before.blocks == after.blocks:
         return part

@@ -131,7 +131,6 @@ class Way:
 WAYS = {
     "LoRA": Way(load_lora),
     "fused LoRA": Way(fuse_lora),
-    "fused projections": Way(lambda pipe: pipe.transformer.fuse_qkv_projections(), is_exact=True),
     "int8": Way(quantise, "torchao"),
     "float8": Way(lambda pipe: quantise(pipe, "Float8WeightOnlyConfig"), "torchao"),
     "fused int8": Way(fuse_and_quantise, "torchao"),
