@@ -78,7 +78,6 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
 
 
 def _refuse_core_sparse(override: Override | None) -> None:
-    """Raise if the override is ComfyUI's own sparse attention; its module's name is its file's path."""
     check(
         not getattr(override, "__module__", "").endswith("nodes_sparse_attention"),
         "Model Sparse Attention and MHLA Sparse Attention are on the same model; remove one. To choose the dense "

@@ -208,7 +208,6 @@ def _forward_batch() -> Any:
 
 
 def _grid() -> Shape:
-    """Return the token grid (F, Hg, Wg) of the request; empty if SGLang does not give it."""
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
     shape = getattr(_forward_batch()[1], "raw_latent_shape", None)

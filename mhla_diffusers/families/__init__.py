@@ -56,7 +56,6 @@ def find_family(transformer: Any) -> Family | None:
 
 
 def _families_by_name(transformer: Any) -> list[tuple[Family, bool]]:
-    """Return families by the name of a model's class or base classes; those of its own library come first."""
     found = {
         family.name: (family, cls.__module__.split(".")[0] == family.library.split(".")[0])
         for cls in reversed(_class_of(transformer).__mro__)

@@ -58,7 +58,6 @@ class Family:
     """Attributes of a block, or dotted paths, that are self-attentions over the grid; absent ones are skipped."""
     axes: int = 2
     grid: Reader = grids.latents
-    """Reads the token grid; :mod:`.grids` has readers for latents, ids, coordinates and numbers."""
     extra: Counts | Callable[[Mapping[str, Any]], Counts] = (0, 0)
     """Extra tokens before and after the grid's, or a function of the forward's named arguments that counts them."""
     rows_alike: bool = False
@@ -83,7 +82,6 @@ class Family:
     extra_tokens: int = 0
     """Extra tokens of the longest text that the pipeline takes by default; costs are computed for this many."""
     feed_forwards: tuple[str, ...] = ("ff", "ffn", "ff_context")
-    """Attributes of a block, or dotted paths, that are feed-forward layers."""
     squares_only: bool = False
     default_clip: Clip = Clip(frames=1, fps=1.0, sizes=((1024, 1024),))
     """Frames, rate and size that are generated or encoded by default."""
@@ -106,7 +104,6 @@ class Family:
     trained: Training | None = None
     """How its models are encoded for and trained; None if they are not."""
     models: tuple[Model, ...] = ()
-    """Configurations that ``mhla bench`` builds with random weights."""
 
     def __post_init__(self) -> None:
         self.mhla_blocks = self.mhla_blocks or ((4, 4) if self.axes == 2 else (7, 3, 5))

@@ -1,8 +1,6 @@
-"""Readers of the token grid: functions of a transformer and of the named arguments of its forward.
+"""Readers of the token grid, in tokens: functions of a transformer and of the named arguments of its forward.
 
-Each returns (frames, height, width) or (height, width) in tokens. Those that read values of a tensor read them once,
-because it waits for the device; in a compiled graph the grid is then a constant, which every call checks on the device.
-"""
+Values of a tensor are read once, because that waits for the device; a compiled graph checks them on the device."""
 
 import inspect
 import math

@@ -15,7 +15,6 @@ Kwargs = dict[str, Any]
 _CLIP_TOKENS = 257
 _TEXT_TOKENS = 256
 _SHOWN_TOKENS = {"latent_concat": 252 + 576 // 2, "token_replace": 252 + 576 // 4}
-"""In HunyuanVideo's image-to-video: the prompt less four tokens of its template, every 2nd or 4th of the image."""
 Sample = Mapping[str, Tensor]
 """``latents`` (C, ...) as the transformer takes them, and further arguments of its forward, without a batch axis."""
 
@@ -47,7 +46,6 @@ class Inputs:
     """Arguments of the forward of a family's transformers. A subclass overrides the methods that differ."""
 
     conditions: tuple[Condition, ...] = ()
-    """What the transformer gets from a prompt, texts first."""
     packs_latents: bool = False
     """Whether it takes latents as tokens, (B, N, C patch), and predicts them so."""
     takes_sigma: bool = False

@@ -10,7 +10,6 @@ from pydantic import Field
 from ..settings import Positive, PositiveInteger, Settings, settings
 
 Size = tuple[PositiveInteger, PositiveInteger]
-"""(height, width) in pixels."""
 Sizes = Annotated[tuple[Size, ...], Field(min_length=1)]
 
 
@@ -40,14 +39,10 @@ class Model:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the class that differ from its defaults, beside heads, head dim and layers."""
     stride: int = 8
-    """Pixels per latent along height and width."""
     patch: int = 2
-    """Latents per token along height and width."""
     frames: int | None = None
     temporal_stride: int = 1
-    """Frames per latent frame, after the first one."""
     temporal_patch: int = 1
-    """Latent frames per token."""
     layers_argument: str = "num_layers"
     more_layers: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""

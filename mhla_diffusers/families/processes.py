@@ -17,7 +17,6 @@ class NoisedBatch:
     """Input of one forward of the transformer, and the target of its output."""
 
     latents: Tensor
-    """(B, C, ...), clean."""
     noise: Tensor
     time: Tensor
     """(B,): σ in (0, 1), or the integer step for DDPM; of every frame (B, F), with 0 for clean ones."""
@@ -26,7 +25,6 @@ class NoisedBatch:
     timestep: Tensor
     """Like ``time``, as the transformer takes it."""
     conditioning: Mapping[str, Tensor]
-    """What conditions the model, by name, each (B, ...)."""
 
 
 class DiffusionProcess(ABC):

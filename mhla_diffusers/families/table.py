@@ -44,12 +44,10 @@ def _cogvideox_frames(config: Any, frames: int, stride: int) -> int:
 
 
 def _minimax_h3_frames(config: Any, frames: int, stride: int) -> int:
-    """Five for every 17 frames, and two for the last five; the pipeline rounds up to that."""
     return 5 * math.ceil((frames - 5) / 17) + 2
 
 
 def _wan_animate_frames(config: Any, frames: int, stride: int) -> int:
-    """The picture of the character is one more, before those of the segment."""
     return usual_latent_frames(config, frames, stride) + 1
 
 

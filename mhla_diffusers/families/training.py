@@ -23,7 +23,6 @@ class Training:
     ddpm: Callable[[], DiffusionProcess] | None = None
     """Makes the process of models that were not trained with flow matching."""
     text_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the pipeline's ``encode_prompt`` that differ from its defaults."""
     family: Any = field(init=False)
 
     @property

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import pickle
 from functools import partial
 
 import diffusers
@@ -214,7 +215,7 @@ def test_the_first_attentions_stay_dense_where_that_is_asked_for():
     model = plain({"dense_layers": 2, "density": 0.2})
     assert_changed(run(model), run(plain()))
     assert "sparse in 1 of 6" in tally(model) and "2 dense: dense_layers=2" in tally(model)
-    model = mhla.apply_mhla(plain(), grid=GRID, extra=(0, TEXT))
+    model = mhla.apply_mhla(plain(), "faithful", grid=GRID, extra=(0, TEXT))
     run(model)
     assert "sparse in 2 of 6" in tally(model)
 
@@ -282,6 +283,7 @@ def test_a_forward_that_something_else_replaces(name, order):
 def test_threads_copies_and_other_models_are_left_alone():
     model, other, expected, found = plain({}), plain(), run(plain()), []
     clone, sparse, arguments = copy.deepcopy(model), run(model), inputs()
+    assert torch.equal(run(pickle.loads(pickle.dumps(model))), sparse)  # noqa: S301 - with the facts that were given
     in_threads(*(lambda one=one: found.append(run(one, arguments)) for one in (model, clone, other)))
     assert sorted(torch.equal(one, sparse) for one in found) == [False, True, True]
     assert torch.equal(run(other), expected)
