@@ -1,6 +1,7 @@
 """Readers of the token grid, in tokens: functions of a transformer and of the named arguments of its forward.
 
-Values of a tensor are read once, because that waits for the device; a compiled graph checks them on the device."""
+Values of a tensor are read once, because that waits for the device; a compiled graph checks them on the device.
+"""
 
 import inspect
 import math
