@@ -15,7 +15,7 @@ from . import eager
 from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall, check_denominator
 from .causal import Causal, causal_attention, frame_block_ends, see_nothing
 from .derivatives import is_free_to_read
-from .extra import ROWS
+from .extra import beside_extra
 from .feature_maps import get_feature_map
 from .layout import Extra, Shape, block_count, check_extra, check_grid, check_layout, frame_block_starts
 from .precision import without_autocast
@@ -94,8 +94,8 @@ def mhla_attention(
             is attended to with softmax, and the earlier ones with these weights;
             :mod:`mhla_diffusers.attention.causal`. None for attention that knows no order.
         backend: "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and ROCm devices, D up to 256 and
-            the built-in feature maps. "eager": torch operations, for everything. "auto": triton on a CUDA or ROCm
-            device if it can run the call, else eager.
+            the feature maps relu, elu+1 and identity. "eager": torch operations, for everything. "auto": triton on a
+            CUDA or ROCm device if it can run the call, else eager.
 
     Returns:
         (B, N, H, D) in the type of ``query``; computed in float32 (float64 for float64 inputs).
@@ -258,7 +258,7 @@ def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
     if isinstance(call, SparseCall):
         output = softmax_attention(call) if call.lists_everything else backend.sparse(call)
     else:
-        output = backend.beside_extra(call) if any(call.extra) else backend.linear(call)
+        output = beside_extra(call, backend) if any(call.extra) else backend.linear(call)
     return output if has_none is None else output.masked_fill(has_none[..., None, None], 0)
 
 
@@ -268,7 +268,7 @@ def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
     feature_map = call.feature_map if isinstance(call, MHLACall) else "relu"
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
     if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, feature_map) is None:
-        sizes = call.sparse.sizes if isinstance(call, SparseCall) else (ROWS,) if any(call.extra) else ()
+        sizes = call.sparse.sizes if isinstance(call, SparseCall) else ()
         reason = triton.why_not(call.query, feature_map, *sizes)
         if reason is None:
             return triton

@@ -351,9 +351,6 @@ class Backend(Protocol):
     def read(self, call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
 
-    def beside_extra(self, call: MHLACall) -> torch.Tensor:
-        """MHLA merged with softmax over the extra tokens, which attend to everything: (B, N, H, D)."""
-
     def own_block(self, call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), in sum types."""
 

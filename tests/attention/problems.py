@@ -22,12 +22,12 @@ from mhla_diffusers.attention import (
 )
 from mhla_diffusers.attention.call import DEFAULT_DENSITY, ContentRule
 from mhla_diffusers.attention.layout import block_count, frame_block_starts
-from mhla_diffusers.attention.triton.backend import FEATURE_MAPS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where kernels run, through Triton's interpreter on a CPU."""
 BACKENDS = ["eager", pytest.param("triton", marks=pytest.mark.gpu)]
-POSITIVE_MAPS = [name for name in FEATURE_MAPS if name != "identity"]
+KERNEL_MAPS = ["relu", "elu+1"]
+POSITIVE_MAPS = [*KERNEL_MAPS, "softmax"]
 GRIDS = [
     # grid, blocks: even and ragged, one to three axes, one block to one token per block
     ((12,), (1,)),
@@ -246,7 +246,7 @@ _LISTS = partial(make_sparse_problem, (3, 3, 5), 16)
 _BY_CONTENT = partial(_LISTS, constants=False)
 KINDS: dict[str, tuple[Callable[..., Problem], dict[str, Any]]] = {
     "MHLA": (_MHLA, EVERYTHING),
-    "MHLA, RoPE before": (_MHLA, BEFORE | {"feature_map": "softmax"}),
+    "MHLA, RoPE before": (_MHLA, BEFORE | {"feature_map": "elu+1"}),
     "MHLA, not normalised": (_MHLA, BEFORE | {"normalize": False, "feature_map": "identity"}),
     "text": (_MHLA, EVERYTHING | {"extra": (2, 5), "linear_branch": True}),
     "text, RoPE before": (_MHLA, BEFORE | {"extra": (0, 5)}),
@@ -298,7 +298,8 @@ def drawn_problems(draw: st.DrawFn, kind: str, *, kernels: bool = False) -> Prob
         size = options["key_size"] * draw(st.sampled_from([1, 2] if kernels else [1, 2, 4]))
         return make_sparse_problem(grid, size, **options, **sizes, **flags("rotary", "mask"))
     options = flags(*EVERYTHING)
-    options |= {"rope": draw(st.sampled_from(["after", "before"])), "feature_map": draw(st.sampled_from(POSITIVE_MAPS))}
+    maps = KERNEL_MAPS if kernels else POSITIVE_MAPS
+    options |= {"rope": draw(st.sampled_from(["after", "before"])), "feature_map": draw(st.sampled_from(maps))}
     if kind == "MHLA":
         return make_problem(grid, blocks, normalize=draw(st.booleans()), **options, **sizes)
     options |= flags("linear_branch")

@@ -16,8 +16,8 @@ from .tiles import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
 
-FEATURE_MAPS = ("relu", "elu+1", "softmax", "identity")
-"""The feature maps that the kernels know; one that a user registered is a Python function."""
+FEATURE_MAPS = ("relu", "elu+1", "identity")
+"""The feature maps that the kernels know."""
 BLOCK_SIZES = (16, 32, 64, 128)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,11 +67,6 @@ def states(call: MHLACall) -> torch.Tensor:
 def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
     return _branches_for(call).read(call, states)
-
-
-def beside_extra(call: MHLACall) -> torch.Tensor:
-    """MHLA merged with softmax over the extra tokens, which attend to everything: (B, N, H, D)."""
-    return _branches_for(call).beside_extra(call)
 
 
 def sparse(call: SparseCall) -> torch.Tensor:

@@ -3,7 +3,6 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,18 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import Shape, blocks_of_range, layout_of, tokens_by_block
-from .operators import allocate
+from ..layout import Shape, blocks_of_range, kept_tensors, tokens_by_block
+from .operators import allocate, padded
 from .tiles import Tile, constants_of, power_of_two, tile_of
 
-PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, SymInt block_size, str feature_map, float eps, bool rope_before"
+PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, str feature_map, float eps, bool rope_before"
 """Arguments by which an operator finds its tokens and computes their features: token grid; MHLA blocks per axis; place
-of the first token on the grid; 0 for tokens (B, N, H, D) as they come, or the rows of a uniform block for rows
-(B, H, R, D); "relu", "elu+1", "softmax" or "identity"; what is added to every feature of the first two; and whether
+of the first token on the grid; "relu", "elu+1" or "identity"; what is added to every feature of the first two; whether
 RoPE comes before the feature map. After it, the normaliser reads features that are not rotated."""
 
 SIZES = [
-    *("heads", "tokens", "rows", "blocks", "splits", "angle_tokens"),
+    *("heads", "tokens", "blocks", "splits", "angle_tokens"),
     *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
 ]
 """Arguments that change with the resolution; specialising on them would compile a kernel per resolution."""
@@ -33,12 +31,9 @@ class Tables(NamedTuple):
     """Which tokens belong to which MHLA block, int32."""
 
     members: torch.Tensor
-    """(N,): where the tokens stand in query, key and value, MHLA block after MHLA block."""
-    places: torch.Tensor
-    """(N,): where the same tokens stand in the sequence: in output, gate, key mask and angles. For raster tokens these
-    are the members themselves."""
+    """(N,): tokens, MHLA block after MHLA block."""
     starts: torch.Tensor
-    """(M + 1,): where each block begins in the two tables, and where the last one ends."""
+    """(M + 1,): where each block begins in ``members``, and where the last one ends."""
     longest: int
     """Tokens in the longest block."""
 
@@ -52,45 +47,32 @@ class Tables(NamedTuple):
         return tile_of(kernel, x, power_of_two(self.longest), power_of_two(x.shape[-1]))
 
 
-def tokens_first(x: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Turn an operator's tensor into (B, N, H, D), and back."""
-    return x.transpose(1, 2) if block_size else x
-
-
-def tables_of(
-    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int, block_size: int
-) -> tuple[Tables, Tables]:
-    """Return the tables of all MHLA blocks, and of those that an operator's tokens ``x`` (B, N, H, D) may lie in."""
-    count = math.prod(grid) if block_size else x.shape[1]
-    return _tables(tuple(grid), tuple(blocks), first, count, block_size, x.device)
+def tables_of(x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], first: int) -> tuple[Tables, Tables]:
+    """Tables of all MHLA blocks, and of those that an operator's tokens ``x`` (B, N, H, D) may lie in."""
+    return _tables(tuple(grid), tuple(blocks), first, x.shape[1], x.device)
 
 
 @lru_cache(maxsize=64)
-def _tables(
-    grid: Shape, blocks: Shape, first: int, count: int, block_size: int, device: torch.device
-) -> tuple[Tables, Tables]:
-    # kept for calls that take gradients, and made on the CPU regardless of the default device
-    with torch.inference_mode(False), torch.device("cpu"):
-        places, starts = tokens_by_block(grid, blocks, first, count)
-        members = places if not block_size else layout_of(grid, block_size).rows[places]
+def _tables(grid: Shape, blocks: Shape, first: int, count: int, device: torch.device) -> tuple[Tables, Tables]:
+    with kept_tensors():
+        members, starts = tokens_by_block(grid, blocks, first, count)
         longest = int(starts.diff().max())
-        members, places, starts = (x.to(torch.int32).to(device) for x in (members, places, starts))
+        members, starts = (x.to(torch.int32).to(device) for x in (members, starts))
     own = blocks_of_range(grid, blocks, first, count)
-    whole = Tables(members, places, starts, longest)
+    whole = Tables(members, starts, longest)
     return whole, whole._replace(starts=starts[own.start : own.stop + 1])
 
 
 def shared_arguments(
     x: torch.Tensor, tables: Tables, angles: torch.Tensor | None, feature_map: str, eps: float, rope_before: bool
 ) -> dict[str, Any]:
-    """Return the arguments that all kernels over tokens ``x`` (B, N, H, D) take.
+    """Arguments that all kernels over tokens ``x`` (B, N, H, D) take.
 
     ``angles`` (1 or B, N, 1, D), contiguous, are the cosine of a channel pair at its first channel and its sine at the
     second; None where nothing is to be rotated.
     """
     return constants_of(x) | {
         "members": tables.members,
-        "places": tables.places,
         "starts": tables.starts,
         "heads": x.shape[2],
         "tokens": len(tables.members),
@@ -118,25 +100,22 @@ def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
     return {name: stride // alignment for name, stride in strides.items()} | {"ALIGNMENT": alignment}
 
 
-def rows_like(x: torch.Tensor, tables: Tables, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate the gradient of (B, N, H, D), with the same order of axes in memory; 0 where no token is written."""
+def rows_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate (B, N, H, D) with the order of axes in memory that ``x`` has."""
     batch, tokens, heads, head_dim = x.shape
-    new = allocate if tokens == len(tables.members) else torch.zeros
     if x.stride(1) < x.stride(2):
-        return new((batch, heads, tokens, head_dim), dtype=dtype, device=x.device).transpose(1, 2)
-    return new((batch, tokens, heads, head_dim), dtype=dtype, device=x.device)
+        return allocate((batch, heads, tokens, head_dim), dtype, x.device).transpose(1, 2)
+    return allocate((batch, tokens, heads, head_dim), dtype, x.device)
 
 
 class Source(NamedTuple):
     """A tile of query or key with what its features are computed from: for each token pointers to its first channel and
-    first angle, whether it is there, and for the softmax map its largest channel and the sum of its exponentials.
+    first angle, and whether it is there.
     """
 
     x: Any
     angles: Any
     there: Any
-    largest: Any
-    total: Any
     eps: Any
 
 
@@ -162,6 +141,22 @@ def load_state(states, base, rows, columns, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def load_tokens(members, x, angles, first, end, token_stride, eps, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which tokens the rows of a table from ``first`` to ``end`` are, and a tile of them.
+
+    ``x`` and ``angles`` (or None) are pointers to those of the sample and head.
+    """
+    index = first + tl.arange(0, BLOCK_M)
+    there = index < end
+    token = tl.load(members + index, mask=there, other=0).to(tl.int64)
+    at = x + token * token_stride
+    turn = at
+    if angles is not None:
+        turn = angles + token * HEAD_DIM
+    return index, token, Source(at, turn, there, eps)
+
+
+@triton.jit
 def rotate_pairs(x, cos, sin):
     """Channel pairs (2i, 2i + 1) of ``x`` (tokens, channels), float32, rotated by angles (tokens, channels / 2)."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
@@ -177,41 +172,10 @@ def rotate(x, source, channels, HEAD_DIM: tl.constexpr, BACK: tl.constexpr):
 
 
 @triton.jit
-def load_input(source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, ROPE: tl.constexpr):
-    """What the feature map is applied to: some channels of query or key, rotated before it or not: float32."""
+def load_input(source, channels, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr):
+    """Some channels of query or key, rotated if RoPE comes before the feature map: float32."""
     values = load_tile(source.x, source.there, channels, HEAD_DIM).to(tl.float32)
-    if ROPE == "before":
-        values = rotate(values, source, channels, HEAD_DIM, False)
-    if MAP == "softmax":  # a padded channel has no exponential: 0 may lie far above the largest
-        values = tl.where((channels < HEAD_DIM)[None, :], values, float("-inf"))
-    return values
-
-
-@triton.jit
-def source_of(
-    x, angles, there, eps, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MAP: tl.constexpr, ROPE: tl.constexpr
-):
-    """The tile that begins at pointers ``x``."""
-    source = Source(x, angles, there, 0.0, 0.0, eps)
-    if MAP == "softmax":
-        values = load_input(source, tl.arange(0, BLOCK_D), HEAD_DIM, MAP, ROPE)
-        largest = tl.max(values, 1)
-        source = Source(x, angles, there, largest, tl.sum(tl.exp(values - largest[:, None]), 1), eps)
-    return source
-
-
-@triton.jit
-def apply_map(values, source, MAP: tl.constexpr):
-    """φ of a tile, float32."""
-    if MAP == "relu":
-        return tl.where(values < 0, 0.0, values) + source.eps
-    elif MAP == "elu+1":
-        return tl.where(values > 0, values + 1, tl.exp(values)) + source.eps
-    elif MAP == "softmax":
-        return tl.exp(values - source.largest[:, None]) / source.total[:, None]
-    else:
-        tl.static_assert(MAP == "identity", "a feature map that the kernels do not know")
-        return values
+    return rotate(values, source, channels, HEAD_DIM, False) if ROPE == "before" else values
 
 
 @triton.jit
@@ -220,7 +184,13 @@ def load_features(source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, R
 
     They differ otherwise by RoPE after the map alone.
     """
-    plain = apply_map(load_input(source, channels, HEAD_DIM, MAP, ROPE), source, MAP)
+    plain = load_input(source, channels, HEAD_DIM, ROPE)
+    if MAP == "relu":
+        plain = tl.where(plain < 0, 0.0, plain) + source.eps
+    elif MAP == "elu+1":
+        plain = tl.where(plain > 0, plain + 1, tl.exp(plain)) + source.eps
+    else:
+        tl.static_assert(MAP == "identity", "a feature map that the kernels do not know")
     features = plain
     if ROPE == "after":
         features = rotate(plain, source, channels, HEAD_DIM, False)
@@ -234,7 +204,6 @@ def read_state(
     sums,
     base,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAP: tl.constexpr,
     ROPE: tl.constexpr,
@@ -242,8 +211,8 @@ def read_state(
 ):
     """Features times the state of number ``base``, float32 (tokens, channels), and times its normaliser state, or 1."""
     BLOCK_M: tl.constexpr = source.there.shape[0]
-    e = tl.arange(0, BLOCK_D)
-    product = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    e = tl.arange(0, padded(HEAD_DIM))
+    product = tl.zeros((BLOCK_M, padded(HEAD_DIM)), tl.float32)
     normaliser = tl.zeros((BLOCK_M,), tl.float32)
     for first in range(0, HEAD_DIM, BLOCK_N):
         c = first + tl.arange(0, BLOCK_N)
@@ -264,12 +233,10 @@ def store_input_gradient(
     source,
     upstream,
     of_normaliser,
-    row_product,
     states,
     sums,
     base,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAP: tl.constexpr,
     ROPE: tl.constexpr,
@@ -277,12 +244,10 @@ def store_input_gradient(
 ):
     """Gradient of query or key, to pointers ``out``, from that of what was read with them, or was added to a state.
 
-    Args:
-        upstream: (tokens, channels), multiplied by the state of number ``base``.
-        of_normaliser: (tokens,), multiplied by its normaliser state.
-        row_product: (tokens,), sum of features times their gradients over all channels, which the softmax map needs.
+    ``upstream`` (tokens, channels) is multiplied by the state of number ``base``, ``of_normaliser`` (tokens,) by its
+    normaliser state.
     """
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, padded(HEAD_DIM))
     for first in range(0, HEAD_DIM, BLOCK_N):
         c = first + tl.arange(0, BLOCK_N)
         state = load_state(states, base, c, d, HEAD_DIM)
@@ -292,15 +257,11 @@ def store_input_gradient(
         if sums is not None:
             normaliser_state = tl.load(sums + base * HEAD_DIM + c, mask=c < HEAD_DIM, other=0.0)
             gradient += of_normaliser[:, None] * normaliser_state[None, :]
-        values = load_input(source, c, HEAD_DIM, MAP, ROPE)
+        values = load_input(source, c, HEAD_DIM, ROPE)
         if MAP == "relu":
             gradient = tl.where(values < 0, 0.0, gradient)
         elif MAP == "elu+1":
             gradient = tl.where(values > 0, gradient, gradient * tl.exp(values))
-        elif MAP == "softmax":
-            gradient = apply_map(values, source, MAP) * (gradient - row_product[:, None])
-        else:
-            tl.static_assert(MAP == "identity", "a feature map that the kernels do not know")
         if ROPE == "before":
             gradient = rotate(gradient, source, c, HEAD_DIM, True)
         store_tile(out, source.there, c, gradient, HEAD_DIM)

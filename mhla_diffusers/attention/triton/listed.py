@@ -14,9 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .operators import allocate, operator
-from .prepare import GRID, block_counts, layout_for
-from .softmax import EMPTY, LOG2E, load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows
+from .operators import allocate, differentiable, operator, padded
+from .prepare import GRID, layout_for
+from .softmax import (
+    EMPTY,
+    LOG2E,
+    gradient_step,
+    load_rows,
+    load_upstream,
+    softmax_step,
+    store_rows,
+    store_softmax,
+)
 from .tiles import MAX_HEAD_DIM, Tile, constants_of, tile_of
 
 _MANY = 4
@@ -24,205 +33,105 @@ _MANY = 4
 
 
 @triton.jit
-def tiles_of(count, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Number of tiles of BLOCK_N keys in a list; a tile is part of a block, or several blocks."""
-    if BLOCK_SIZE >= BLOCK_N:
-        return count * (BLOCK_SIZE // BLOCK_N)
-    else:
-        return tl.cdiv(count, BLOCK_N // BLOCK_SIZE)
-
-
-@triton.jit
-def load_entries(entries, i, count, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Key block of tile i, or of each of its columns; that of the last tile beyond it."""
+def load_entries(entries, valid, i, count, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Key block of tile i, or of each of its columns, those of the last tile beyond it; and how many keys of it there
+    are, which of several blocks is looked up where it matters.
+    """
     if BLOCK_SIZE >= BLOCK_N:
         entry = i // (BLOCK_SIZE // BLOCK_N)
-        return tl.load(entries + tl.maximum(tl.minimum(entry, count - 1), 0), mask=count > 0, other=0)
+        block = tl.load(entries + tl.maximum(tl.minimum(entry, count - 1), 0), mask=count > 0, other=0)
+        return block, tl.load(valid + block)
     else:
         blocks = tl.zeros((BLOCK_N,), tl.int32)
         for part in tl.static_range(BLOCK_N // BLOCK_SIZE):  # one number for all threads each, and no load per column
             entry = i * (BLOCK_N // BLOCK_SIZE) + part
             block = tl.load(entries + tl.maximum(tl.minimum(entry, count - 1), 0), mask=count > 0, other=0)
             blocks = tl.where(columns // BLOCK_SIZE == part, block, blocks)
-        return blocks
+        return blocks, tl.full((), 0, tl.int32)
 
 
-@triton.jit
-def load_valid(valid, j, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many keys of the block of a tile there are; of several blocks that is looked up where it matters."""
-    if BLOCK_SIZE >= BLOCK_N:
-        return tl.load(valid + j)
-    else:
-        return tl.full((), 0, tl.int32)
-
-
-@triton.jit
-def place_of(j, i, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys of tile i begin, int64, and their rows from there on."""
-    if BLOCK_SIZE >= BLOCK_N:
-        return j.to(tl.int64) * BLOCK_SIZE + i % (BLOCK_SIZE // BLOCK_N) * BLOCK_N, columns
-    else:
-        return tl.full((), 0, tl.int64), j.to(tl.int64) * BLOCK_SIZE + columns % BLOCK_SIZE
-
-
-@triton.jit
-def load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Logs of the weights of a tile's keys, or None."""
-    if bias is None:
-        return None
-    elif BLOCK_SIZE >= BLOCK_N:
-        return tl.load(bias + start + offsets)
-    else:
-        inside = i * (BLOCK_N // BLOCK_SIZE) + columns // BLOCK_SIZE < count
-        return tl.load(bias + offsets, mask=inside, other=float("-inf"))
-
-
-@triton.jit
-def real_logits(
-    logits,
-    bias,
+@triton.jit(do_not_specialize=["width", "extra_blocks"])
+def listed_kernel(
+    query,
+    key,
+    value,
     valid,
-    j,
-    real,
-    i,
-    count,
+    bias,
+    indices,
+    counts,
+    output,
+    lse,
+    width,
     extra_blocks,
-    columns,
     scale,
+    HEAD_DIM: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    output_gradient=None,
+    lse_gradient=None,
+    dq=None,
+    shift=None,
+    delta=None,
 ):
-    """Logits, -inf where a key does not count: in seldom taken branches.
+    """Output and log-sum-exp of BLOCK_M rows of one block of queries.
 
-    Blocks with padding are the last of the grid and of the extra tokens, and lists ascend.
+    Given the output's gradient, that of these rows; and what the gradient of keys needs of each row: shift and delta.
     """
-    if bias is not None:
-        logits = tl.fma(bias[None, :], LOG2E / scale, logits)
-    elif BLOCK_SIZE >= BLOCK_N:
-        left = real - i % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
-        if left < BLOCK_N:
-            logits = tl.where((columns < left)[None, :], logits, float("-inf"))
-    elif (i + 1) * (BLOCK_N // BLOCK_SIZE) >= count - extra_blocks:
-        inside = i * (BLOCK_N // BLOCK_SIZE) + columns // BLOCK_SIZE < count
-        inside = inside & (columns % BLOCK_SIZE < tl.load(valid + j))
-        logits = tl.where(inside[None, :], logits, float("-inf"))
-    return logits
-
-
-@triton.jit
-def hide_later(logits, first, start, rows, columns, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Logits of rows first + rows, -inf of keys start + columns beyond them."""
-    if CAUSAL and start + BLOCK_N - 1 > first:
-        logits = tl.where((start + columns)[None, :] <= (first + rows)[:, None], logits, float("-inf"))
-    return logits
-
-
-@triton.jit(do_not_specialize=["width", "extra_blocks"])
-def listed_forward_kernel(
-    query,
-    key,
-    value,
-    valid,
-    bias,
-    indices,
-    counts,
-    output,
-    lse,
-    width,
-    extra_blocks,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Output and log-sum-exp of BLOCK_M rows of one block of queries."""
+    FORWARD: tl.constexpr = output_gradient is None
+    PER_BLOCK: tl.constexpr = BLOCK_SIZE // BLOCK_N  # tiles of a block of keys
+    PER_TILE: tl.constexpr = BLOCK_N // BLOCK_SIZE
     program = tl.program_id(0)
     block = program // (QUERY_ROWS // BLOCK_M)
     first = program.to(tl.int64) * BLOCK_M
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-    top = tl.full((BLOCK_M,), EMPTY, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    sums = tl.zeros((BLOCK_M, padded(HEAD_DIM)), tl.float32)
+    if FORWARD:
+        top = tl.full((BLOCK_M,), EMPTY, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+    else:
+        do, s, d = load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM)
+    q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM)
     entries = indices + block.to(tl.int64) * width
     count = tl.load(counts + block)
-    j = load_entries(entries, 0, count, columns, BLOCK_SIZE, BLOCK_N)
-    real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
-    for i in range(0, tiles_of(count, BLOCK_SIZE, BLOCK_N)):
-        start, offsets = place_of(j, i, columns, BLOCK_SIZE, BLOCK_N)
-        k = load_rows(key + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
-        v = load_rows(value + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
-        b = load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE, BLOCK_N)
+    j, real = load_entries(entries, valid, 0, count, columns, BLOCK_SIZE, BLOCK_N)
+    for i in range(0, count * PER_BLOCK if PER_BLOCK > 0 else tl.cdiv(count, PER_TILE)):
+        if PER_BLOCK > 0:
+            start, offsets = j.to(tl.int64) * BLOCK_SIZE + i % PER_BLOCK * BLOCK_N, columns
+        else:
+            start, offsets = tl.full((), 0, tl.int64), j.to(tl.int64) * BLOCK_SIZE + columns % BLOCK_SIZE
+        k = load_rows(key + start * HEAD_DIM, offsets, None, HEAD_DIM)
+        v = load_rows(value + start * HEAD_DIM, offsets, None, HEAD_DIM)
+        if bias is not None:
+            if PER_BLOCK > 0:
+                b = tl.load(bias + start + offsets)
+            else:
+                b = tl.load(bias + offsets, mask=i * PER_TILE + columns // BLOCK_SIZE < count, other=float("-inf"))
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = real_logits(logits, b, valid, j, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
-        logits = hide_later(logits, first, start, rows, columns, BLOCK_N, CAUSAL)
-        top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
-        j = load_entries(entries, i + 1, count, columns, BLOCK_SIZE, BLOCK_N)
-        real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
-    out, log_sum = softmax_end(top, total, sums)
-    store_rows(output + first * HEAD_DIM, rows, None, out, HEAD_DIM, BLOCK_D)
-    tl.store(lse + first + rows, log_sum)
-
-
-@triton.jit(do_not_specialize=["width", "extra_blocks"])
-def listed_dq_kernel(
-    query,
-    key,
-    value,
-    valid,
-    bias,
-    indices,
-    counts,
-    output,
-    output_gradient,
-    lse,
-    lse_gradient,
-    dq,
-    shift,
-    delta,
-    width,
-    extra_blocks,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradient of BLOCK_M rows of queries; and what the gradient of keys needs of each row: shift and delta."""
-    program = tl.program_id(0)
-    block = program // (QUERY_ROWS // BLOCK_M)
-    first = program.to(tl.int64) * BLOCK_M
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    do, s, d = load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM, BLOCK_D)
-    q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-    gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    entries = indices + block.to(tl.int64) * width
-    count = tl.load(counts + block)
-    j = load_entries(entries, 0, count, columns, BLOCK_SIZE, BLOCK_N)
-    real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
-    for i in range(0, tiles_of(count, BLOCK_SIZE, BLOCK_N)):
-        start, offsets = place_of(j, i, columns, BLOCK_SIZE, BLOCK_N)
-        k = load_rows(key + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
-        v = load_rows(value + start * HEAD_DIM, offsets, None, HEAD_DIM, BLOCK_D)
-        b = load_bias(bias, start, offsets, i, count, columns, BLOCK_SIZE, BLOCK_N)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = real_logits(logits, b, valid, j, real, i, count, extra_blocks, columns, scale, BLOCK_SIZE, BLOCK_N)
-        logits = hide_later(logits, first, start, rows, columns, BLOCK_N, CAUSAL)
-        weights = tl.math.exp2(tl.fma(logits, scale, s[:, None]))
-        ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
-        gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
-        j = load_entries(entries, i + 1, count, columns, BLOCK_SIZE, BLOCK_N)
-        real = load_valid(valid, j, BLOCK_SIZE, BLOCK_N)
-    store_rows(dq + first * HEAD_DIM, rows, None, gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
+        # blocks with padding are the last of the grid and of the extra tokens, and lists ascend
+        if bias is not None:
+            logits = tl.fma(b[None, :], LOG2E / scale, logits)
+        elif PER_BLOCK > 0:
+            left = real - i % PER_BLOCK * BLOCK_N
+            if left < BLOCK_N:
+                logits = tl.where((columns < left)[None, :], logits, float("-inf"))
+        elif (i + 1) * PER_TILE >= count - extra_blocks:
+            inside = (i * PER_TILE + columns // BLOCK_SIZE < count) & (columns % BLOCK_SIZE < tl.load(valid + j))
+            logits = tl.where(inside[None, :], logits, float("-inf"))
+        if CAUSAL and start + BLOCK_N - 1 > first:
+            logits = tl.where((start + columns)[None, :] <= (first + rows)[:, None], logits, float("-inf"))
+        if FORWARD:
+            top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
+        else:
+            sums, _ = gradient_step(logits, do, k, v, s, d, sums, scale, PRECISION)
+        j, real = load_entries(entries, valid, i + 1, count, columns, BLOCK_SIZE, BLOCK_N)
+    if FORWARD:
+        store_softmax(output, lse, first, rows, top, total, sums, HEAD_DIM)
+    else:
+        store_rows(dq + first * HEAD_DIM, rows, None, sums * (scale / LOG2E), HEAD_DIM)
 
 
 @triton.jit
@@ -242,7 +151,6 @@ def listed_dkv_kernel(
     dv,
     scale,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -257,18 +165,18 @@ def listed_dkv_kernel(
     part = program % (BLOCK_SIZE // BLOCK_N) * BLOCK_N
     first = block.to(tl.int64) * BLOCK_SIZE + part
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    k = load_rows(key + first * HEAD_DIM, columns, None, HEAD_DIM, BLOCK_D)
-    v = load_rows(value + first * HEAD_DIM, columns, None, HEAD_DIM, BLOCK_D)
+    k = load_rows(key + first * HEAD_DIM, columns, None, HEAD_DIM)
+    v = load_rows(value + first * HEAD_DIM, columns, None, HEAD_DIM)
     if bias is not None:
         b = tl.load(bias + first + columns) * (LOG2E / scale)
-    key_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    value_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    key_gradient = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
+    value_gradient = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
     begin, end = tl.load(starts + block) * SPLITS, tl.load(starts + block + 1) * SPLITS
     j = tl.load(queries + begin // SPLITS, mask=begin < end, other=0)
     for i in range(begin, end):
         start = j.to(tl.int64) * QUERY_ROWS + i % SPLITS * BLOCK_M
-        q = load_rows(query + start * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-        do = load_rows(output_gradient + start * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
+        q = load_rows(query + start * HEAD_DIM, rows, None, HEAD_DIM)
+        do = load_rows(output_gradient + start * HEAD_DIM, rows, None, HEAD_DIM)
         s, d = tl.load(shift + start + rows), tl.load(delta + start + rows)
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if bias is not None:
@@ -284,8 +192,8 @@ def listed_dkv_kernel(
     if bias is None:
         real = (columns < tl.load(valid + block) - part)[:, None]
         key_gradient, value_gradient = tl.where(real, key_gradient, 0.0), tl.where(real, value_gradient, 0.0)
-    store_rows(dk + first * HEAD_DIM, columns, None, key_gradient, HEAD_DIM, BLOCK_D)
-    store_rows(dv + first * HEAD_DIM, columns, None, value_gradient, HEAD_DIM, BLOCK_D)
+    store_rows(dk + first * HEAD_DIM, columns, None, key_gradient, HEAD_DIM)
+    store_rows(dv + first * HEAD_DIM, columns, None, value_gradient, HEAD_DIM)
 
 
 def transpose_lists(
@@ -314,20 +222,15 @@ _INPUTS = (
 )
 
 
-def _arguments(query, key, value, bias, indices, scale, grid, block_size, extra, causal) -> dict[str, Any]:
-    """Arguments that all kernels take: with both axes flat, groups after each other."""
+def _arguments(inputs: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments that all kernels take, with both axes flat, groups after each other; and those of lists."""
+    query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal = inputs
     layout = layout_for(grid, block_size, extra, query.device)
-    if bias is not None:
-        bias = bias.repeat_interleave(len(query) // len(bias), dim=0)
-    valid = layout.valid.repeat(len(query))
-    inputs = {"query": query, "key": key, "value": value, "valid": valid, "bias": bias, "scale": scale * LOG2E.value}
+    shared = {"query": query, "key": key, "value": value, "valid": layout.valid.repeat(len(query)), "bias": bias}
     sizes = {"QUERY_ROWS": query.shape[:2].numel() // len(indices), "BLOCK_SIZE": block_size, "CAUSAL": causal}
-    return inputs | constants_of(query) | sizes
-
-
-def _lists(indices, counts, grid, block_size, extra) -> dict[str, Any]:
-    blocks, of_grid = block_counts(grid, block_size, extra)
-    return {"indices": indices, "counts": counts, "width": indices.shape[1], "extra_blocks": blocks - of_grid}
+    lists = {"indices": indices, "counts": counts, "width": indices.shape[1]}
+    lists["extra_blocks"] = layout.blocks - layout.grid_blocks
+    return shared | constants_of(query) | sizes | {"scale": scale * LOG2E.value}, lists
 
 
 def _tile(kernel: str, shared: dict[str, Any]) -> Tile:
@@ -337,14 +240,14 @@ def _tile(kernel: str, shared: dict[str, Any]) -> Tile:
 
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
-def listed(query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal):
+def listed(*inputs: Any):
     """Attention of the rows of each block of queries to the keys of the blocks that its list names.
 
     Args:
         query: (G, Q, D), contiguous, Tq blocks of rows.
         key: (G, R, D), contiguous, all blocks of the grid and of extra tokens.
         value: like ``key``.
-        bias: float32 (S, R), S a divisor of G: log of the weight of every key; None for 1.
+        bias: float32 (G, R), contiguous: log of the weight of every key; None for 1.
         indices: int32 (G Tq, n), numbers of key blocks on the flat axis of all groups, n at least 1.
         counts: int32 (G Tq,), how many entries of each list are real; those come first and ascend, since only blocks at
             the end of a list may have padding; the others may hold anything.
@@ -358,34 +261,36 @@ def listed(query, key, value, bias, indices, counts, scale, grid, block_size, ex
         Output (G, Q, D) in the type of the query and LSE float32 (G, Q), natural; 0 and EMPTY for a row that attends to
         nothing.
     """
-    shared = _arguments(query, key, value, bias, indices, scale, grid, block_size, extra, causal)
+    (shared, lists), query = _arguments(inputs), inputs[0]
     tile = _tile("softmax_forward_128" if shared["QUERY_ROWS"] > 64 else "softmax_forward", shared)
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:2], torch.float32, query.device)
-    lists = _lists(indices, counts, grid, block_size, extra)
-    listed_forward_kernel[(lse.numel() // tile.m,)](output=output, lse=lse, **lists, **shared, **tile.arguments)
+    listed_kernel[(lse.numel() // tile.m,)](output=output, lse=lse, **lists, **shared, **tile.arguments)
     return output, lse
 
 
-@operator(f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
+@operator(f"(Tensor output_gradient, Tensor lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
 def listed_backward(output_gradient, lse_gradient, output, lse, *inputs: Any):
     """Gradients of query, key and value, in their types; the same bits for the same inputs."""
-    query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal = inputs
-    shared = _arguments(query, key, value, bias, indices, scale, grid, block_size, extra, causal)
+    (shared, lists), (query, key, value, *_) = _arguments(inputs), inputs
     dq, dk, dv = (allocate(x.shape, x.dtype, x.device) for x in (query, key, value))
     shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
     shared |= {"output_gradient": output_gradient, "shift": shift, "delta": delta}
-    lists = _lists(indices, counts, grid, block_size, extra)
     tile = _tile("softmax_dq", shared)
-    listed_dq_kernel[(lse.numel() // tile.m,)](
+    listed_kernel[(lse.numel() // tile.m,)](
         output=output, lse=lse, lse_gradient=lse_gradient, dq=dq, **lists, **shared, **tile.arguments
     )
-    turns, starts, queries = transpose_lists(indices, counts, len(shared["valid"]))
-    tile = tile_of("softmax_dkv", query, shared["QUERY_ROWS"], block_size)
+    turns, starts, queries = transpose_lists(lists["indices"], lists["counts"], len(shared["valid"]))
+    tile = tile_of("softmax_dkv", query, shared["QUERY_ROWS"], shared["BLOCK_SIZE"])
     listed_dkv_kernel[(key.shape[:2].numel() // tile.n,)](
         turns=turns, starts=starts, queries=queries, dk=dk, dv=dv, **shared, **tile.arguments
     )
     return [dq, dk, dv]
 
 
-register_branch(listed, listed_backward)
+@listed.register_fake
+def _(query, *_: Any):
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+differentiable(listed, listed_backward, 3, outputs=(0, 1))

@@ -6,8 +6,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+import triton
 
 from ..derivatives import NAMESPACE, is_transformed
+from .tiles import power_of_two
+
+padded = triton.constexpr_function(power_of_two)
+"""Channels of a tile that holds all HEAD_DIM of a head, within kernels."""
 
 
 def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -29,6 +34,36 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
         return torch.library.custom_op(name, on_device, mutates_args=(), schema=schema)
 
     return register
+
+
+def differentiable(forward: Any, backward: Any, count: int, *, outputs: Sequence[int] = ()) -> None:
+    """Make ``backward`` the gradient of ``forward``, of its first ``count`` inputs, tensors or None.
+
+    It takes the gradients of the outputs that are not integers, contiguous, then the outputs numbered ``outputs``, then
+    the inputs, whose tensors come first. It returns a list of contiguous gradients, one per such input that is not
+    None, and has no gradient itself.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        found = output if isinstance(output, tuple) else (output,)
+        tensors = [x for x in inputs if x is None or isinstance(x, torch.Tensor)]
+        ctx.settings, ctx.has_gradient = inputs[len(tensors) :], [x.is_floating_point() for x in found]
+        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        ctx.save_for_backward(*(found[i] for i in outputs), *tensors)
+
+    def differentiate(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        inputs = *saved[len(outputs) :], *ctx.settings
+        of_outputs = (x.contiguous() for x, given in zip(upstream, ctx.has_gradient, strict=True) if given)
+        found = iter(backward(*of_outputs, *saved[: len(outputs)], *inputs))
+        return *(None if x is None else next(found) for x in inputs[:count]), *(None,) * (len(inputs) - count)
+
+    inputs = len(forward._opoverload._schema.arguments)
+    backward.register_fake(
+        lambda *given: [x.new_empty(x.shape) for x in given[len(given) - inputs :][:count] if x is not None]
+    )
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(refuse_second_derivative)
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,18 +8,23 @@ of the queries, and the splits are added in a fixed order.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
-import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..sparse import best_weights, fitting_rows
-from .content_mixing import sampled_correction
-from .operators import allocate, operator
-from .prepare import GRID, layout_for
-from .softmax import EMPTY, LOG2E, load_rows, load_upstream, register_branch, softmax_end, softmax_step, store_rows
+from .operators import allocate, differentiable, operator, padded
+from .softmax import (
+    EMPTY,
+    LOG2E,
+    gradient_step,
+    load_rows,
+    load_upstream,
+    softmax_step,
+    store_rows,
+    store_softmax,
+)
 from .tiles import constants_of, processors_of, tile_of
 
 
@@ -31,26 +36,8 @@ def load_bits(words, start, blocks):
     return tl.where(left < 32, word | (-1 << (left & 31)), word)
 
 
-@triton.jit
-def is_listed(words, start, columns, blocks, BLOCK_N: tl.constexpr):
-    """Which of the blocks start + columns are left out: the listed ones, and those beyond the last."""
-    bits = load_bits(words, start, blocks)
-    if BLOCK_N > 32:
-        tl.static_assert(BLOCK_N == 64)
-        bits = tl.where(columns < 32, bits, load_bits(words, start + 32, blocks))
-    return (bits & (1 << ((start + columns) & 31))) != 0
-
-
-@triton.jit
-def log_weights(gain, bias, listed, start, columns, blocks, BLOCK_N: tl.constexpr):
-    """What is added to the logits of the blocks start + columns by one block of queries; -inf where it lists them."""
-    there = tl.minimum(start + columns, blocks - 1)
-    added = tl.where(is_listed(listed, start, columns, blocks, BLOCK_N), float("-inf"), tl.load(bias + there))
-    return added if gain is None else added + tl.load(gain + there).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["blocks", "query_blocks", "per_sample", "words_per_row"])
-def pooled_forward_kernel(
+@triton.jit(do_not_specialize=["blocks", "query_blocks", "words_per_row"])
+def pooled_kernel(
     query,
     key,
     value,
@@ -61,103 +48,69 @@ def pooled_forward_kernel(
     lse,
     blocks,
     query_blocks,
-    per_sample,
     words_per_row,
     scale,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    output_gradient=None,
+    lse_gradient=None,
+    dq=None,
+    gain_gradient=None,
+    shift=None,
+    delta=None,
 ):
-    """Output and log-sum-exp of BLOCK_M rows of one block of queries."""
-    block, group = tl.program_id(0) // (QUERY_ROWS // BLOCK_M), tl.program_id(1)
-    first = (group.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    key += group.to(tl.int64) * blocks * HEAD_DIM
-    value += group.to(tl.int64) * blocks * HEAD_DIM
-    bias += group // per_sample * blocks
-    listed += (group.to(tl.int64) * query_blocks + block) * words_per_row
-    if gain is not None:
-        gain += (group.to(tl.int64) * query_blocks + block) * blocks
-    q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-    top = tl.full((BLOCK_M,), EMPTY, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in range(0, blocks, BLOCK_N):
-        there = tl.minimum(start + columns, blocks - 1)
-        k = load_rows(key, there, None, HEAD_DIM, BLOCK_D)
-        v = load_rows(value, there, None, HEAD_DIM, BLOCK_D)
-        b = log_weights(gain, bias, listed, start, columns, blocks, BLOCK_N)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = tl.fma(b[None, :], LOG2E / scale, logits)
-        top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
-    out, log_sum = softmax_end(top, total, sums)
-    store_rows(output + first * HEAD_DIM, rows, None, out, HEAD_DIM, BLOCK_D)
-    tl.store(lse + first + rows, log_sum)
+    """Output and log-sum-exp of BLOCK_M rows of one block of queries.
 
-
-@triton.jit(do_not_specialize=["blocks", "query_blocks", "per_sample", "words_per_row"])
-def pooled_dq_kernel(
-    query,
-    key,
-    value,
-    gain,
-    bias,
-    listed,
-    output,
-    output_gradient,
-    lse,
-    lse_gradient,
-    dq,
-    gain_gradient,
-    shift,
-    delta,
-    blocks,
-    query_blocks,
-    per_sample,
-    words_per_row,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradients of BLOCK_M rows of queries, and of what they have of the gains, (G, R / BLOCK_M, T).
-
-    Writes what the gradient of pooled rows needs of each row too: shift and delta.
+    Given the output's gradient, those of these rows and of what they have of the gains, (G, R / BLOCK_M, T); and what
+    the gradient of pooled rows needs of each row: shift and delta.
     """
-    block, group = tl.program_id(0) // (QUERY_ROWS // BLOCK_M), tl.program_id(1)
-    first = (group.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
+    FORWARD: tl.constexpr = output_gradient is None
+    block, group = tl.program_id(0) // (QUERY_ROWS // BLOCK_M), tl.program_id(1).to(tl.int64)
+    first = (group * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    key += group.to(tl.int64) * blocks * HEAD_DIM
-    value += group.to(tl.int64) * blocks * HEAD_DIM
-    bias += group // per_sample * blocks
-    listed += (group.to(tl.int64) * query_blocks + block) * words_per_row
+    key += group * blocks * HEAD_DIM
+    value += group * blocks * HEAD_DIM
+    bias += group * blocks
+    listed += (group * query_blocks + block) * words_per_row
     if gain is not None:
-        gain += (group.to(tl.int64) * query_blocks + block) * blocks
-        gain_gradient += first // BLOCK_M * blocks
-    do, s, d = load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM, BLOCK_D)
-    q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-    gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        gain += (group * query_blocks + block) * blocks
+    sums = tl.zeros((BLOCK_M, padded(HEAD_DIM)), tl.float32)
+    if FORWARD:
+        top = tl.full((BLOCK_M,), EMPTY, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+    else:
+        do, s, d = load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM)
+    q = load_rows(query + first * HEAD_DIM, rows, None, HEAD_DIM)
     for start in range(0, blocks, BLOCK_N):
         there = tl.minimum(start + columns, blocks - 1)
-        k = load_rows(key, there, None, HEAD_DIM, BLOCK_D)
-        v = load_rows(value, there, None, HEAD_DIM, BLOCK_D)
-        b = log_weights(gain, bias, listed, start, columns, blocks, BLOCK_N)
-        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        weights = tl.math.exp2(tl.fma(logits, scale, tl.fma(b[None, :], LOG2E, s[:, None])))
-        ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
-        gradient = tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION)
+        k = load_rows(key, there, None, HEAD_DIM)
+        v = load_rows(value, there, None, HEAD_DIM)
+        bits = load_bits(listed, start, blocks)
+        if BLOCK_N > 32:
+            tl.static_assert(BLOCK_N == 64)
+            bits = tl.where(columns < 32, bits, load_bits(listed, start + 32, blocks))
+        added = tl.where((bits & (1 << ((start + columns) & 31))) != 0, float("-inf"), tl.load(bias + there))
         if gain is not None:
-            tl.store(gain_gradient + start + columns, tl.sum(ds, 0), mask=start + columns < blocks)
-    store_rows(dq + first * HEAD_DIM, rows, None, gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
+            added += tl.load(gain + there).to(tl.float32)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        logits = tl.fma(added[None, :], LOG2E / scale, logits)
+        if FORWARD:
+            top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
+        else:
+            sums, ds = gradient_step(logits, do, k, v, s, d, sums, scale, PRECISION)
+            if gain is not None:
+                at = first // BLOCK_M * blocks + start + columns
+                tl.store(gain_gradient + at, tl.sum(ds, 0), mask=start + columns < blocks)
+    if FORWARD:
+        store_softmax(output, lse, first, rows, top, total, sums, HEAD_DIM)
+    else:
+        store_rows(dq + first * HEAD_DIM, rows, None, sums * (scale / LOG2E), HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["blocks", "query_blocks", "per_sample", "words_per_row", "split"])
+@triton.jit(do_not_specialize=["blocks", "query_blocks", "words_per_row", "split"])
 def pooled_dkv_kernel(
     query,
     key,
@@ -172,12 +125,10 @@ def pooled_dkv_kernel(
     dv,
     blocks,
     query_blocks,
-    per_sample,
     words_per_row,
     split,
     scale,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -190,20 +141,20 @@ def pooled_dkv_kernel(
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = start + columns < blocks
     there = tl.minimum(start + columns, blocks - 1)
-    k = load_rows(key + group * blocks * HEAD_DIM, start + columns, inside, HEAD_DIM, BLOCK_D)
-    v = load_rows(value + group * blocks * HEAD_DIM, start + columns, inside, HEAD_DIM, BLOCK_D)
-    b = tl.load(bias + group // per_sample * blocks + start + columns, mask=inside, other=float("-inf")) * LOG2E
+    k = load_rows(key + group * blocks * HEAD_DIM, start + columns, inside, HEAD_DIM)
+    v = load_rows(value + group * blocks * HEAD_DIM, start + columns, inside, HEAD_DIM)
+    b = tl.load(bias + group * blocks + start + columns, mask=inside, other=float("-inf")) * LOG2E
     words = listed + group * query_blocks * words_per_row
     if gain is not None:
         gain += group * query_blocks * blocks + there
     first = group * query_blocks * QUERY_ROWS
-    key_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    value_gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    key_gradient = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
+    value_gradient = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
     begin = tl.program_id(1) * split
     for i in range(begin * SPLITS, tl.minimum(begin + split, query_blocks) * SPLITS):
         row = first + i * BLOCK_M
-        q = load_rows(query + row * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-        do = load_rows(output_gradient + row * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
+        q = load_rows(query + row * HEAD_DIM, rows, None, HEAD_DIM)
+        do = load_rows(output_gradient + row * HEAD_DIM, rows, None, HEAD_DIM)
         s, d = tl.load(shift + row + rows), tl.load(delta + row + rows)
         bits = tl.load(words + i // SPLITS * words_per_row + there // 32)
         left_out = (bits & (1 << (there & 31))) != 0
@@ -217,8 +168,8 @@ def pooled_dkv_kernel(
         ds = weights * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :])
         key_gradient = tl.dot(ds.to(q.dtype), q, key_gradient, input_precision=PRECISION)
     part = (tl.program_id(1) * tl.num_programs(2) + group) * blocks * HEAD_DIM
-    store_rows(dk + part, start + columns, inside, key_gradient * (scale / LOG2E), HEAD_DIM, BLOCK_D)
-    store_rows(dv + part, start + columns, inside, value_gradient, HEAD_DIM, BLOCK_D)
+    store_rows(dk + part, start + columns, inside, key_gradient * (scale / LOG2E), HEAD_DIM)
+    store_rows(dv + part, start + columns, inside, value_gradient, HEAD_DIM)
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? gain, Tensor bias, Tensor bits, float scale"
@@ -226,13 +177,11 @@ _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? gain, Tensor bias, Te
 
 def _arguments(query, key, value, gain, bias, bits, scale) -> dict[str, Any]:
     """Arguments that all kernels take."""
-    query_blocks, per_sample = len(bits) // len(query), len(query) // len(bias)
+    query_blocks = len(bits) // len(query)
     inputs = {"query": query, "key": key, "value": value, "gain": gain, "bias": bias, "listed": bits}
-    inputs["scale"] = scale * LOG2E.value
     sizes = {"blocks": key.shape[1], "query_blocks": query_blocks, "words_per_row": bits.shape[1]}
-    return (
-        inputs | sizes | constants_of(query) | {"per_sample": per_sample, "QUERY_ROWS": query.shape[1] // query_blocks}
-    )
+    sizes["QUERY_ROWS"] = query.shape[1] // query_blocks
+    return inputs | sizes | constants_of(query) | {"scale": scale * LOG2E.value}
 
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
@@ -245,8 +194,8 @@ def pooled(query, key, value, gain, bias, bits, scale):
         value: like ``key``.
         gain: (G, Tq, T), contiguous, added to the logits of a block of queries, see
             :func:`mhla_diffusers.attention.sparse.log_gain`; None for nothing.
-        bias: float32 (S, T), S a divisor of G; group g reads row g // (G // S): the log of the block's weight, which is
-            its number of tokens or the sum of its key mask; -inf where nothing counts.
+        bias: float32 (G, T), contiguous: log of the block's weight, which is its number of tokens or the sum of its key
+            mask; -inf where nothing counts.
         bits: int32 (G Tq, ceil(T / 32)): bit c of word w is 1 where key block 32 w + c is listed.
         scale: of the logits, positive.
 
@@ -258,11 +207,11 @@ def pooled(query, key, value, gain, bias, bits, scale):
     tile = tile_of("softmax_forward", query, shared["QUERY_ROWS"])
     output = allocate(query.shape, query.dtype, query.device)
     lse = allocate(query.shape[:2], torch.float32, query.device)
-    pooled_forward_kernel[query.shape[1] // tile.m, len(query)](output=output, lse=lse, **shared, **tile.arguments)
+    pooled_kernel[query.shape[1] // tile.m, len(query)](output=output, lse=lse, **shared, **tile.arguments)
     return output, lse
 
 
-@operator(f"(Tensor output_gradient, Tensor? lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
+@operator(f"(Tensor output_gradient, Tensor lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
 def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, value, gain, bias, bits, scale):
     """Gradients of query, key, value and any gain, in their types; the same bits for the same inputs."""
     shared = _arguments(query, key, value, gain, bias, bits, scale)
@@ -274,7 +223,7 @@ def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, valu
     of_spread: torch.Tensor | None = None
     if gain is not None:
         of_spread = allocate((groups, query.shape[1] // tile.m, key.shape[1]), torch.float32, query.device)
-    pooled_dq_kernel[query.shape[1] // tile.m, groups](
+    pooled_kernel[query.shape[1] // tile.m, groups](
         output=output,
         lse=lse,
         lse_gradient=lse_gradient,
@@ -297,31 +246,9 @@ def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, valu
     return found
 
 
-register_branch(pooled, pooled_backward, differentiable=4)
-
-
-@operator(
-    "(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor near, Tensor near_lse, Tensor far, Tensor far_lse, "
-    f"Tensor? mixed, float scale, {GRID}) -> (Tensor, Tensor)"
-)
-def fit(query, key, value, bias, near, near_lse, far, far_lse, mixed, scale, grid, block_size, extra):
-    """β and γ with which sparse attention comes closest to softmax attention on some queries: float32 (G,) each.
-
-    The queries are those of :func:`mhla_diffusers.attention.sparse.fitting_rows`; ``near`` is what
-    :func:`.listed.listed` returns for the same query, key, value and bias, ``far`` what :func:`pooled` does, and
-    ``mixed`` (G, Tq, D, D) the mixed states of the query blocks, None without them, whose γ is 0 then.
-    """
-    layout, some = layout_for(grid, block_size, extra, query.device), fitting_rows(math.prod(grid), query.device)
-    if bias is None and len(layout.order) != len(layout.rows):  # padding is left out
-        bias = (layout.order >= 0).float().log()[None]
-    samples, mask = (1, None) if bias is None else (len(bias), bias[:, None, None].to(query.dtype))
-    q, k, v = (x.unflatten(0, (samples, -1)) for x in (query[:, some], key, value))
-    truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    correction = None if mixed is None else sampled_correction(query, mixed, some, scale)
-    near, far = near[:, some].float(), far[:, some].float()
-    return best_weights(truth.flatten(0, 1).float(), near, near_lse[:, some], far, far_lse[:, some], correction)
-
-
-@fit.register_fake
+@pooled.register_fake
 def _(query, *_: Any):
-    return tuple(query.new_empty(query.shape[:1], dtype=torch.float32) for _ in range(2))
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+differentiable(pooled, pooled_backward, 4, outputs=(0, 1))

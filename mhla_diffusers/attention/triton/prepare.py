@@ -251,6 +251,8 @@ def prepare_keys_kernel(
     pooled_value,
     spread,
     states,
+    row_bias,
+    block_weight,
     key_batch,
     key_token,
     key_head,
@@ -299,7 +301,11 @@ def prepare_keys_kernel(
     row = start + tl.arange(0, STRETCH)
     inside = row < end
     tl.store(row_tokens + group * rows + row, token, mask=inside)
+    if row_bias is not None:
+        log_weight = tl.where(weight > 0, tl.log(tl.where(weight > 0, weight, 1.0)), float("-inf"))
+        tl.store(row_bias + group * rows + row, log_weight, mask=inside)
     block = start // BLOCK + tl.arange(0, PARTS)
+    tl.store(block_weight + group * grid_blocks + block, total, mask=block < grid_blocks)
     for first in range(0, D, CHUNK):
         channel = first + tl.arange(0, CHUNK)
         rows_at = (group * rows + row)[:, None] * D + channel[None, :]
@@ -457,7 +463,7 @@ _PLACE = "SymInt[] grid, SymInt block_size, SymInt key_block_size, SymInt extra"
 
 @operator(
     f"(Tensor query, Tensor key, Tensor value, Tensor? angles, Tensor? key_mask, {_PLACE}, bool by_content, "
-    "bool with_states) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"bool with_states) -> ({', '.join(['Tensor'] * 11)})"
 )
 def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content, with_states):
     """Rotate query and key, put all three in the order of their blocks, and pool the blocks of the grid.
@@ -481,7 +487,9 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         (B H, T, D): mean of the queries; mean of keys and of values weighted by the key mask, 0 where no weight is
         left; weighted variance of the keys around their mean, by channel, in the type of states; the position of every
         row of keys, int32 (B H, R), -1 of padding; and of every stretch of the grid the mean state of its blocks
-        (B H, stretches, D, D), :func:`mhla_diffusers.attention.sparse.stretch_states`, empty if it is not wanted.
+        (B H, stretches, D, D), :func:`mhla_diffusers.attention.sparse.stretch_states`, empty if it is not wanted. Last,
+        float32: logs of the weights of the rows of keys (B H, R), empty without a mask; and weights of the grid's
+        blocks of keys (B H, T).
     """
     (batch, _, heads, head_dim), device = query.shape, query.device
     queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
@@ -522,6 +530,8 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     stretch = stretch_of(key_block_size) if by_content or with_states else key_block_size
     count_of_states = triton.cdiv(keys.grid_blocks * key_block_size, stretch) if with_states else 0
     states = allocate((groups, count_of_states, head_dim, head_dim), number, device)
+    bias = allocate((0,) if key_mask is None else (groups, count), torch.float32, device)
+    weight = allocate((groups, keys.grid_blocks), torch.float32, device)
     stretches = sum(
         triton.cdiv(blocks * key_block_size, stretch) for blocks in (keys.grid_blocks, keys.blocks - keys.grid_blocks)
     )
@@ -537,6 +547,8 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         pooled_value=pooled[1],
         spread=pooled[2],
         states=states if with_states else None,
+        row_bias=None if key_mask is None else bias,
+        block_weight=weight,
         tokens=len(keys.rows),
         rows=count,
         grid_blocks=keys.grid_blocks,
@@ -551,7 +563,7 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         **strides_of(key=key, value=value),
         **shared,
     )
-    return query_rows, key_rows, value_rows, pooled_query, *pooled, row_tokens, states
+    return query_rows, key_rows, value_rows, pooled_query, *pooled, row_tokens, states, bias, weight
 
 
 @operator(
@@ -621,7 +633,10 @@ def _(query, key, value, angles, key_mask, grid, block_size, key_block_size, ext
     per_stretch = stretch_of(key_block_size) // key_block_size
     stretches = (grid_key_blocks + per_stretch - 1) // per_stretch if with_states else 0
     states = query.new_empty(groups, stretches, head_dim, head_dim, dtype=number)
-    return *tensors, query.new_empty(groups, key_blocks * key_block_size, dtype=torch.int32), states
+    rows = groups, key_blocks * key_block_size
+    bias = query.new_empty((0,) if key_mask is None else rows, dtype=torch.float32)
+    weight = query.new_empty(groups, grid_key_blocks, dtype=torch.float32)
+    return *tensors, query.new_empty(rows, dtype=torch.int32), states, bias, weight
 
 
 @prepare_backward.register_fake
@@ -635,11 +650,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     query, _, _, angles, key_mask, *ctx.place, _, ctx.with_states = inputs
     ctx.heads = query.shape[2]
     ctx.save_for_backward(output[1], output[2], output[7], angles, key_mask)
-    ctx.mark_non_differentiable(output[7])
+    ctx.mark_non_differentiable(output[7], *output[9:])
 
 
 def _differentiate(
-    ctx: Any, query, key, value, pooled_query, pooled_key, pooled_value, spread, _, states: Any
+    ctx: Any, query, key, value, pooled_query, pooled_key, pooled_value, spread, _, states, *__: Any
 ) -> tuple[Any, ...]:
     gradients = (x.contiguous() for x in (query, key, value, pooled_query, pooled_key, pooled_value))
     of_states = (spread.contiguous(), states.contiguous()) if ctx.with_states else (None, None)
@@ -648,25 +663,3 @@ def _differentiate(
 
 prepare.register_autograd(_differentiate, setup_context=_save)
 prepare_backward.register_autograd(refuse_second_derivative)
-
-
-@operator(f"(Tensor row_tokens, Tensor? key_mask, {GRID}) -> (Tensor, Tensor)")
-def block_weights(row_tokens, key_mask, grid, block_size, extra):
-    """Logs of the weights of rows (B H, R), empty without a mask; and weights of the grid's blocks (1 or B H, T)."""
-    layout = layout_for(grid, block_size, extra, row_tokens.device)
-    if key_mask is None:
-        none = torch.empty(0, dtype=torch.float32, device=row_tokens.device)
-        return none, layout.valid[None, : layout.grid_blocks].float()
-    tokens = row_tokens.unflatten(0, (len(key_mask), -1))
-    of_rows = key_mask[:, None].expand(-1, tokens.shape[1], -1).gather(2, tokens.clamp_min(0).long()) * (tokens >= 0)
-    of_rows = of_rows.flatten(0, 1)
-    of_blocks = of_rows.unflatten(1, (-1, block_size)).sum(dim=-1)
-    return of_rows.log(), of_blocks[:, : layout.grid_blocks].contiguous()
-
-
-@block_weights.register_fake
-def _(row_tokens, key_mask, grid, block_size, extra):
-    groups, of_rows = (1, [0]) if key_mask is None else (len(row_tokens), list(row_tokens.shape))
-    of_blocks = [groups, block_counts(grid, block_size, extra)[1]]
-    empty = row_tokens.new_empty
-    return empty(of_rows, dtype=torch.float32), empty(of_blocks, dtype=torch.float32)

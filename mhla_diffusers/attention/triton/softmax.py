@@ -1,4 +1,4 @@
-"""What the two softmax operators share, :mod:`.listed` and :mod:`.pooled`: device functions, shapes and autograd.
+"""Device functions that the two softmax operators share, :mod:`.listed` and :mod:`.pooled`.
 
 Logits are kept as the products come: without the scale, which one fused multiply and add applies together with the
 shift of the exponent.
@@ -7,14 +7,11 @@ shift of the exponent.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
 from ..precision import EMPTY as NOTHING
-from .operators import refuse_second_derivative
+from .operators import padded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Kernels compute exponentials to the base 2: exp(x) = exp2(LOG2E x)."""
@@ -24,29 +21,30 @@ EMPTY = tl.constexpr(NOTHING)
 
 
 @triton.jit
-def load_rows(pointer, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, BLOCK_D), 0 beyond HEAD_DIM and in rows that are not inside (None: all are)."""
-    channels = tl.arange(0, BLOCK_D)
+def mask_of_rows(inside, HEAD_DIM: tl.constexpr):
+    """Which of (rows, channels) are inside (None: all rows are) and no padding; None where all are."""
+    if padded(HEAD_DIM) != HEAD_DIM:
+        mask = (tl.arange(0, padded(HEAD_DIM)) < HEAD_DIM)[None, :]
+        return mask if inside is None else inside[:, None] & mask
+    else:
+        return None if inside is None else inside[:, None]
+
+
+@triton.jit
+def load_rows(pointer, rows, inside, HEAD_DIM: tl.constexpr):
+    """Rows and all their channels, padded; 0 beyond HEAD_DIM and in rows that are not inside (None: all are)."""
+    mask = mask_of_rows(inside, HEAD_DIM)
+    channels = tl.arange(0, padded(HEAD_DIM))
     pointers = pointer + rows[:, None] * HEAD_DIM + channels[None, :]
-    mask = None
-    if BLOCK_D != HEAD_DIM:
-        mask = (channels < HEAD_DIM)[None, :]
-    if inside is not None:
-        mask = inside[:, None] if mask is None else inside[:, None] & mask
     return tl.load(pointers, mask=mask, other=None if mask is None else 0.0)
 
 
 @triton.jit
-def store_rows(pointer, rows, inside, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write (rows, BLOCK_D) in the type of the pointer."""
-    channels = tl.arange(0, BLOCK_D)
+def store_rows(pointer, rows, inside, tile, HEAD_DIM: tl.constexpr):
+    """The reverse of ``load_rows``, in the type of the pointer."""
+    channels = tl.arange(0, padded(HEAD_DIM))
     pointers = pointer + rows[:, None] * HEAD_DIM + channels[None, :]
-    mask = None
-    if BLOCK_D != HEAD_DIM:
-        mask = (channels < HEAD_DIM)[None, :]
-    if inside is not None:
-        mask = inside[:, None] if mask is None else inside[:, None] & mask
-    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask_of_rows(inside, HEAD_DIM))
 
 
 @triton.jit
@@ -60,27 +58,24 @@ def softmax_step(logits, value, top, total, sums, scale, PRECISION: tl.constexpr
 
 
 @triton.jit
-def softmax_end(top, total, sums):
-    """(output, natural log-sum-exp) of rows; 0 and EMPTY where there was nothing to attend to."""
+def store_softmax(output, lse, first, rows, top, total, sums, HEAD_DIM: tl.constexpr):
+    """Write output and natural log-sum-exp of rows; 0 and EMPTY where there was nothing to attend to."""
     something = total > 0
     total = tl.where(something, total, 1.0)
-    return sums * (1 / total)[:, None], tl.where(something, (top + tl.math.log2(total)) * LN2, EMPTY)
+    store_rows(output + first * HEAD_DIM, rows, None, sums * (1 / total)[:, None], HEAD_DIM)
+    tl.store(lse + first + rows, tl.where(something, (top + tl.math.log2(total)) * LN2, EMPTY))
 
 
 @triton.jit
-def load_upstream(
-    output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM: tl.constexpr):
     """What comes from above for rows first + rows: the output's gradient, shift and delta; writes the last two.
 
     A weight is exp2(logit * scale + shift), 0 in empty rows; the gradient of its logit is weight * (its product with
     the output's gradient - delta), where delta holds the gradient of the log-sum-exp too.
     """
-    do = load_rows(output_gradient + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-    out = load_rows(output + first * HEAD_DIM, rows, None, HEAD_DIM, BLOCK_D)
-    d = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
-    if lse_gradient is not None:
-        d -= tl.load(lse_gradient + first + rows)
+    do = load_rows(output_gradient + first * HEAD_DIM, rows, None, HEAD_DIM)
+    out = load_rows(output + first * HEAD_DIM, rows, None, HEAD_DIM)
+    d = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) - tl.load(lse_gradient + first + rows)
     log_sum = tl.load(lse + first + rows)
     s = tl.where(log_sum > 0.5 * EMPTY, -log_sum * LOG2E, float("-inf"))
     tl.store(delta + first + rows, d)
@@ -88,34 +83,9 @@ def load_upstream(
     return do, s, d
 
 
-def register_branch(operator: Any, backward: Any, differentiable: int = 3) -> None:
-    """Register shapes and autograd of a branch: operator(query (G, Q, D), key, value, ...) to output and LSE (G, Q).
-
-    ``backward`` takes output gradient, LSE gradient or None, output, LSE, and the inputs of the operator, and returns
-    the gradients of the ``differentiable`` first inputs, but for one that is None. The LSE is float32.
-    """
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        tensors = [x for x in inputs if x is None or isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(*output, *tensors)
-        ctx.settings = inputs[len(tensors) :]
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, of_output: torch.Tensor | None, of_lse: torch.Tensor | None) -> tuple[Any, ...]:
-        output, lse, *tensors = ctx.saved_tensors
-        count = len(tensors) + len(ctx.settings)
-        if of_output is None and of_lse is None:
-            return (None,) * count
-        of_output = torch.zeros_like(output) if of_output is None else of_output.contiguous()
-        of_lse = None if of_lse is None else of_lse.contiguous()
-        found = backward(of_output, of_lse, output, lse, *tensors, *ctx.settings)
-        return *found, *(None,) * (count - len(found))
-
-    operator.register_fake(
-        lambda query, *_: (query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32))
-    )
-    backward.register_fake(
-        lambda *arguments: [torch.empty_like(x) for x in arguments[4 : 4 + differentiable] if x is not None]
-    )
-    operator.register_autograd(differentiate, setup_context=save)
-    backward.register_autograd(refuse_second_derivative)
+@triton.jit
+def gradient_step(logits, do, k, v, s, d, gradient, scale, PRECISION: tl.constexpr):
+    """Add the gradient of the queries by the keys of one tile; and return that of their logits."""
+    weights = tl.math.exp2(tl.fma(logits, scale, s[:, None]))
+    ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
+    return tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION), ds

@@ -150,7 +150,7 @@ def precision_of(x: torch.Tensor) -> str:
 
 def constants_of(x: torch.Tensor) -> dict[str, Any]:
     """Compile-time constants of every kernel over heads like ``x`` (..., D)."""
-    return {"HEAD_DIM": x.shape[-1], "BLOCK_D": power_of_two(x.shape[-1]), "PRECISION": precision_of(x)}
+    return {"HEAD_DIM": x.shape[-1], "PRECISION": precision_of(x)}
 
 
 def states_dtype(dtype: torch.dtype) -> torch.dtype:

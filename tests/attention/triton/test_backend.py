@@ -56,7 +56,7 @@ def test_derivatives_that_the_kernels_lack_are_refused(transform):
     torch.testing.assert_close(auto, eager)
     if transform == "grad":  # PyTorch itself refuses custom operators
         return
-    place = [4, 6], [2, 2], 0, 0, "relu", 1e-6, False, True
+    place = [4, 6], [2, 2], 0, "relu", 1e-6, False, True
     with refused('backend="eager" under torch.func.jvp', error=NotImplementedError):
         differentiate(lambda x: states.block_states(x, x, None, None, *place)[0].sum())
 

@@ -20,8 +20,9 @@ def words_of(is_listed):
 
 def chosen(query, key, variance, gain, weight, n, extra, scale):
     """Indices, counts and bits of the n best of all blocks, of 16 tokens, and of extra blocks."""
-    blocks = key.shape[1]
-    return choose.choose(query, key, variance, gain, weight, n / blocks, scale, [16 * blocks], 16, 16 * extra)
+    weight = weight.repeat_interleave(len(query) // len(weight), 0)
+    place = [16 * key.shape[1]], 16, 16 * extra
+    return choose.choose(query, key, gain, variance, weight, None, n, scale, *place)[:3]
 
 
 def lists_of(scores, n, extra):

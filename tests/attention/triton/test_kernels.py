@@ -15,8 +15,8 @@ from mhla_diffusers.attention.merge import under_common_sum
 from mhla_diffusers.attention.order import stretch_of
 from mhla_diffusers.attention.precision import EMPTY
 from mhla_diffusers.attention.triton import tiles
-from mhla_diffusers.attention.triton.branches import given_blocks
-from mhla_diffusers.attention.triton.content_mixing import content_mixing, sampled_correction
+from mhla_diffusers.attention.triton.choose import choose
+from mhla_diffusers.attention.triton.fit import fit
 from mhla_diffusers.attention.triton.listed import listed, transpose_lists
 from mhla_diffusers.attention.triton.merge import merge
 from mhla_diffusers.attention.triton.pooled import pooled
@@ -122,9 +122,10 @@ def listed_problem(tokens=75, *, extra=9, rows=16, groups=2, width=3, head_dim=1
     sees &= (bias > -math.inf)[:, None]
     sees = sees.tril() if causal else sees
     flat = indices + torch.arange(groups, dtype=torch.int32).repeat_interleave(query_blocks)[:, None] * blocks
-    others = bias if masked else None, flat.where(counted, 2**31 - 1), counts
+    bias = bias.expand(groups, -1)
+    others = bias.contiguous() if masked else None, flat.where(counted, 2**31 - 1), counts
     operator = hidden(listed, *others, head_dim**-0.5, [tokens], rows, extra, causal)
-    return operator, softmax_over(sees, bias.expand(groups, -1)[:, None]), [query, key, value]
+    return operator, softmax_over(sees, bias[:, None]), [query, key, value]
 
 
 def pooled_problem(
@@ -132,7 +133,6 @@ def pooled_problem(
     *,
     query_blocks=2,
     groups=2,
-    samples=1,
     rows=16,
     head_dim=16,
     density=0.3,
@@ -144,13 +144,13 @@ def pooled_problem(
     torch.manual_seed(seed)
     query = torch.randn(groups, query_blocks * rows, head_dim)
     key, value = (torch.randn(groups, blocks, head_dim) for _ in range(2))
-    bias = torch.randint(1, 17, (samples, blocks)).float().log()
+    bias = torch.randint(1, 17, (groups, blocks)).float().log()
     if masked:
-        bias[torch.rand(samples, blocks) < 0.3] = -math.inf
+        bias[torch.rand(groups, blocks) < 0.3] = -math.inf
     is_listed = torch.rand(groups * query_blocks, blocks) < density
     is_listed[0] = True
     sees = ~is_listed.unflatten(0, (groups, -1)).repeat_interleave(rows, 1)
-    by_group = bias.repeat_interleave(groups // samples, 0)[:, None]
+    by_group = bias[:, None]
     place = bias, words_of(is_listed), head_dim**-0.5
     leaves = [query, key, value, *([torch.rand(groups, query_blocks, blocks) * 3] if spread else [])]
     operator = hidden(pooled, *place) if spread else hidden(pooled, None, *place)
@@ -175,7 +175,7 @@ SOFTMAX = {
     "cut, causal": (
         listed_problem, {"tokens": 110, "rows": 64, "extra": 0, "groups": 1, "causal": True, "masked": True}
     ),
-    "pooled, key mask of each sample": (pooled_problem, {"groups": 4, "samples": 2, "masked": True}),
+    "pooled, key mask": (pooled_problem, {"groups": 4, "masked": True}),
     "pooled, blocks of 128": (pooled_problem, {"rows": 128, "groups": 1}),
     "pooled, wide rows": (pooled_problem, {"head_dim": 128, "rows": 64, "groups": 1}),
     "pooled, all listed": (pooled_problem, {"density": 1.1}),
@@ -260,7 +260,7 @@ def mixing_problem(
     mask = torch.rand(1, groups, query_blocks, key_blocks, generator=make) < density
     mask[0, 0, 0] = True  # a query block that lists all has no far field
     lists = BlockLists.from_mask(1, mask)
-    return query, key, gain, weight, given_blocks(lists, 1, key_blocks)[2], lists.keys, size
+    return query, key, gain, weight, words_of(mask.flatten(0, 2)), lists.keys, size
 
 
 def check_mixing(query, key, gain, weight, bits, lists, size, dtype=torch.float32):
@@ -272,9 +272,9 @@ def check_mixing(query, key, gain, weight, bits, lists, size, dtype=torch.float3
         return (sparse.content_mixing(logits[None], lists, stretch_of(size) // size)[0],)
 
     leaves = [query.to(dtype), key.to(dtype), gain.to(states_dtype(dtype))]
-    found = check(
-        lambda *x: (content_mixing(*x, weight, bits, scale, size),), definition, leaves, rounding_of(*leaves[:2])
-    )[0]
+    others = gain, weight.repeat_interleave(len(query) // len(weight), 0), bits, lists.shape[-1]
+    place = scale, [size * key.shape[1]], size, 0
+    found = check(lambda *x: choose(*x, *others, *place)[3:], definition, leaves, rounding_of(*leaves[:2]))[0]
     # rows sum to 1, or to 0 where all is listed
     assert found.dtype == torch.float32
     assert ((found.sum(-1) - 1).abs() < 1e-6).logical_or(found.sum(-1) == 0).all()
@@ -309,13 +309,6 @@ def test_blocks_without_weight_have_no_part_in_mixing():
 
 def test_mixing_with_the_tiles_of_a_card(tiles_of_a_card):
     check_mixing(*mixing_problem(70, 66, groups=1, head_dim=64), torch.bfloat16)
-
-
-@pytest.mark.parametrize("size", [16, 128])
-def test_mixing_of_32_blocks_at_once(size, monkeypatch):
-    """One word of the lists, not two."""
-    monkeypatch.setitem(tiles.TILES, "content_mixing", {"": ((16, 32, 4, 1),) * 4})
-    check_mixing(*mixing_problem(70, size=size))
 
 
 def test_large_logits_of_mixing():
@@ -355,7 +348,7 @@ def check_merge(grid=(5, 7), size=16, *, batch=1, heads=2, head_dim=16, dtype=to
     leaves += [query, mixed] if with_states else []  # without states the query has no part
 
     def operator(*rows):
-        of_states = (*rows[4:], gamma) if with_states else (query, None, None)
+        of_states = (*rows[4:], gamma) if with_states else (None, None, None)
         return (merge(*rows[:4], *of_states, scale, list(grid), size, heads),)
 
     def definition(near, near_lse, far, far_lse, query=None, mixed=None):
@@ -386,12 +379,16 @@ def test_merge_with_the_tiles_of_a_card(options, tiles_of_a_card):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [5, 72, 128])
-def test_what_sampled_queries_read(dtype, head_dim):
+def test_fit(dtype, head_dim):
+    """With values of 0 nothing but the inputs is rounded to half precision."""
     make = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 96, head_dim, generator=make).to(dtype)
+    query, key, noise = torch.randn(3, 2, 96, head_dim, generator=make).to(dtype)
+    near_lse, far_lse = torch.randn(2, 2, 96, generator=make)
     mixed = torch.randn(2, 3, head_dim, head_dim, generator=make).to(states_dtype(dtype))
-    some = torch.tensor([0, 31, 32, 70, 95])
-    found = sampled_correction(query, mixed, some, 0.3)
-    expected = 0.3 * (query.double().unflatten(1, (3, 32)) @ mixed.double()).flatten(1, 2)[:, some]
-    # nothing is rounded to half precision
-    assert found.dtype == torch.float32 and relative_error(found, expected) < FLOAT32
+    read = 0.3 * (query.double().unflatten(1, (3, 32)) @ mixed.double()).flatten(1, 2)
+    near = far = (noise - read).to(dtype)  # so that γ is about 1 or more
+    found = fit(query, key, 0 * key, None, near, near_lse, far, far_lse, mixed, 0.3, [96], 32, 0)
+    some = sparse.fitting_rows(96, query.device)
+    parts = (x[:, some].double() for x in (0 * near, near, near_lse, far, far_lse, read))
+    for weights, expected in zip(found, sparse.best_weights(*parts), strict=True):
+        assert relative_error(weights, expected) < FLOAT32

@@ -9,7 +9,7 @@ from mhla_diffusers.attention.rope import rotary_table
 from mhla_diffusers.attention.triton import (
     branches,
     choose,
-    content_mixing,
+    fit,
     listed,
     merge,
     pooled,
@@ -47,18 +47,10 @@ def alone(everything):
         call = shares_of(call, (11, 24))[1]
     mask = None if call.key_mask is None else call.key_mask.float().contiguous()
     angles = None if call.rotary is None else rotary_table(call.rotary).contiguous()
-    others = *(None,) * 3, call.output_norm, call.output_gate, angles
-    place = list(call.grid), list(call.blocks), call.first, 0, call.feature_map, call.eps, False
+    others = call.output_norm, call.output_gate, angles
+    place = list(call.grid), list(call.blocks), call.first, call.feature_map, call.eps, False
     mixture = positive(1, 1, 2, 8, 8), positive(1, 1, 2, 8)
-    return (call.key, call.value, mask, angles, *place, True), (call.query, *mixture, *others, *place, everything)
-
-
-def beside():
-    """The same beside extra tokens, with rows that are padded."""
-    query, near, lse, weight = random(1, 2, 48, 16), random(2, 48, 16), random(2, 48), positive(2)
-    place = [5, 7], [2, 1], 0, 16, "relu", 1e-6, False
-    mixture = positive(1, 2, 2, 16, 16), positive(1, 2, 2, 16)
-    return (query, query, None, None, *place, True), (query, *mixture, near, lse, weight, *(None,) * 3, *place, False)
+    return (call.key, call.value, mask, angles, *place, True), (call.query, *mixture, *others, *place)
 
 
 def linear_calls(of_states, of_read):
@@ -82,38 +74,34 @@ def sparse_calls(mask, with_states):
     gradients = *of_rows[:3], *of_rows[4:6], *of_states
     of_keys = *of_rows[1:3], of_rows[7], table, weights
     yield prepare.prepare_backward, (*gradients[:3], of_rows[3], *gradients[3:], *of_keys, *whole, query.shape[2])
-    yield prepare.block_weights, (of_rows[7], weights, *place)
-    bias, of_blocks = prepare.block_weights(of_rows[7], weights, *place)
+    *_, bias, of_blocks = of_rows
     bias = bias if mask else None
-    gain = random(4, 3, 3).detach().abs()
-    chosen = of_rows[3], of_rows[4], gain, gain if with_states else None, of_blocks, 0.4, scale, *place
-    yield choose.choose, chosen
-    indices, counts, bits = choose.choose(*chosen)
     q, k, v, pooled_query, pooled_key, pooled_value = (
         x.detach().contiguous().requires_grad_() for x in (rows[0][:, :48], *rows[1:6])
     )
-    spread = gain.requires_grad_() if with_states else None
+    variance = random(4, 3, 3).detach().abs()
+    gain = variance.clone().requires_grad_() if with_states else None
+    chosen = pooled_query, pooled_key, gain, variance, of_blocks, None, 1, scale, *place
+    yield choose.choose, chosen
+    indices, counts, bits, mixing = detached(*choose.choose(*chosen))
+    if with_states:
+        yield choose.choose_backward, (torch.randn_like(mixing), bits, *detached(*chosen))
     outputs = []
     for operator, backward, inputs in (
         (listed.listed, listed.listed_backward, (q, k, v, bias, indices, counts, scale, *place, False)),
         (
             pooled.pooled,
             pooled.pooled_backward,
-            (q, pooled_key, pooled_value, spread, of_blocks.log(), bits, scale),
+            (q, pooled_key, pooled_value, gain, of_blocks.log(), bits, scale),
         ),
     ):
         yield operator, inputs
         output, lse = detached(*operator(*inputs))
         outputs += [output, lse]
-        of_lse = torch.randn_like(lse) if mask else None
-        yield backward, (torch.randn_like(output), of_lse, output, lse, *detached(*inputs))
-    of_mixing = pooled_query, pooled_key, gain, of_blocks, bits, scale, 16
-    yield content_mixing.content_mixing, of_mixing
-    upstream = torch.randn_like(content_mixing.content_mixing(*of_mixing))
-    yield content_mixing.content_mixing_backward, (upstream, *detached(*of_mixing))
+        yield backward, (torch.randn_like(output), torch.randn_like(lse), output, lse, *detached(*inputs))
     mixed, gamma = (random(4, 3, 16, 16), torch.rand(4, device=DEVICE)) if with_states else (None, None)
-    yield pooled.fit, detached(q, k, v, bias, *outputs, mixed, scale, *place)
-    of_merge = *(x.requires_grad_() for x in outputs), q, mixed, gamma, scale, [5, 7], 16, 2
+    yield fit.fit, detached(q, k, v, bias, *outputs, mixed, scale, *place)
+    of_merge = *(x.requires_grad_() for x in outputs), q if with_states else None, mixed, gamma, scale, [5, 7], 16, 2
     yield merge.merge, of_merge
     yield merge.merge_backward, (random(2, 35, 2, 16).detach(), *detached(*of_merge))
 
@@ -121,7 +109,6 @@ def sparse_calls(mask, with_states):
 CALLS = {
     "MHLA": lambda: linear_calls(*alone(False)),
     "MHLA, everything": lambda: linear_calls(*alone(True)),
-    "MHLA beside text": lambda: linear_calls(*beside()),
     "sparse": lambda: sparse_calls(False, False),
     "sparse, mask and states": lambda: sparse_calls(True, True),
 }
@@ -141,12 +128,13 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     make = torch.Generator().manual_seed(0)
     groups, blocks = 6, 40
     query, key = (torch.randn(groups, blocks, 16, generator=make).to(DEVICE) for _ in range(2))
-    weight = torch.ones(1, blocks, device=DEVICE)
-    place = [blocks * 16 - 3], 16, 20
     variance = torch.rand(groups, blocks, blocks, generator=make).to(DEVICE)
-    indices, counts, bits = choose.choose(query, key, variance, None, weight, 0.3, 0.25, *place)
-    length, base = round(0.3 * blocks), torch.arange(groups, device=DEVICE)[:, None, None] * (blocks + 2)
-    keys = indices.view(groups, blocks, -1)[..., :length].long() - base
-    lists = BlockLists(16, keys.view(2, 3, blocks, length))
-    for found, expected in zip(branches.given_blocks(lists, 2, blocks + 2), (indices, counts, bits), strict=True):
-        assert torch.equal(found, expected)
+    tensors, place = (
+        (query, key, None, variance, torch.ones(groups, blocks, device=DEVICE)),
+        ([blocks * 16 - 3], 16, 20),
+    )
+    expected = choose.choose(*tensors, None, 12, 0.25, *place)
+    base = torch.arange(groups, device=DEVICE)[:, None, None] * (blocks + 2)
+    keys = expected[0].view(groups, blocks, -1)[..., :12].long() - base
+    given = branches.bits_of(BlockLists(16, keys.view(2, 3, blocks, 12)), 2)
+    assert all(map(torch.equal, choose.choose(*tensors, given, 12, 0.25, *place), expected))

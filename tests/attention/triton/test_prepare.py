@@ -1,5 +1,7 @@
 """Rows, means and states of blocks and their gradients against the definition, written out in float64."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -102,7 +104,8 @@ def check(problem, rounding=0.0):
     written = []
 
     def operator(*rows):
-        *found, where, states = prepare(*rows, table, key_mask, *place)
+        *found, where, states, bias, weight = prepare(*rows, table, key_mask, *place)
+        check_weights(bias, weight, positions, key_mask, place)
         assert torch.equal(where.long(), positions)
         written[:] = [*found, states]
         return tuple(written[i] for i in differentiable)
@@ -118,6 +121,18 @@ def check(problem, rounding=0.0):
     assert relative_error(written[6], expected[6]) <= bound
     assert written[6].dtype == written[7].dtype == states_dtype(inputs[0].dtype)
     return [x.detach() for x in written]
+
+
+def check_weights(bias, weight, positions, key_mask, place):
+    """Logs of the weights of rows, with a mask, and sums of the weights of the grid's blocks."""
+    grid, _, block, *_ = place
+    weights = (positions >= 0).float()
+    if key_mask is not None:
+        by_group = key_mask.repeat_interleave(len(positions) // len(key_mask), 0)
+        weights = weights * by_group.gather(1, positions.clamp(min=0))
+        assert torch.allclose(bias.exp(), weights)
+    of_blocks = weights.unflatten(1, (-1, block)).sum(2)[:, : -(-math.prod(grid) // block)]
+    assert torch.allclose(weight, of_blocks)
 
 
 CASES = {
@@ -178,7 +193,7 @@ def test_nan_does_not_push_keys_out():
     """It is sorted before the padding, so that every token has its row."""
     problem = make_problem((37,), 16, heads=2, head_dim=8)
     problem[1][:, ::3] = float("nan")
-    *_, positions, _ = prepare(*problem[:5], *problem[5])
+    positions = prepare(*problem[:5], *problem[5])[7]
     for row in positions:
         assert torch.equal(row[:37].sort().values, torch.arange(37, dtype=torch.int32))
 
@@ -204,7 +219,7 @@ def test_states_are_those_of_the_eager_module(head_dim, dtype, by_content):
     """1,015 tokens: three whole stretches of 256 keys and one that the end cuts, in a block with padding."""
     query, key, value, _, mask, _ = make_problem((5, 7, 29), 32, head_dim=head_dim, dtype=dtype, mask=True, angles=None)
     rule = ContentRule(32, 0.1, key_block_size=16, order="content" if by_content else "curve")
-    *_, found = prepare(query, key, value, None, mask, [5, 7, 29], 32, 16, 0, by_content, True)
+    found = prepare(query, key, value, None, mask, [5, 7, 29], 32, 16, 0, by_content, True)[8]
     wide = (x.double() for x in (query, key, value))
     tensors = dict(zip(("query", "key", "value"), wide, strict=True))
     call = SparseCall(**tensors, grid=(5, 7, 29), sparse=rule, key_mask=mask)
@@ -218,7 +233,7 @@ def test_a_stretch_without_a_key_has_a_state_of_zero():
     query, key, value, *_ = make_problem((512,), 64)
     mask = torch.ones(1, 512)
     mask[0, layout_of((512,), 64).order[256:].long()] = 0
-    *_, states = prepare(query, key, value, None, mask, [512], 64, 64, 0, True, True)
+    states = prepare(query, key, value, None, mask, [512], 64, 64, 0, True, True)[8]
     assert states[:, 0].any() and not states[:, 1].any()
 
 
