@@ -23,13 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | None:
-    """Why the Triton backend cannot run a call with such a query (B, N, H, D); None if it can.
-
-    Args:
-        query: of the call.
-        feature_map: its name.
-        *block_sizes: rows of its uniform blocks of queries and of keys, if there are any.
-    """
+    """Why the Triton backend cannot run a call with such a query (B, N, H, D) and uniform blocks; None if it can."""
     head_dim = query.shape[3]
     for block_size in block_sizes:
         if block_size not in BLOCK_SIZES:
@@ -80,11 +74,7 @@ def own_block(call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _branches_for(call: MHLACall | SparseCall) -> Any:
-    """The module :mod:`.branches`, for a call that it can run.
-
-    Raises:
-        ValueError: the kernels cannot, or the call's tensors are on several devices.
-    """
+    """The module :mod:`.branches`; ValueError if the kernels cannot run the call."""
     if isinstance(call, SparseCall):
         reason = why_not(call.query, "relu", *call.sparse.sizes)
         names: tuple[str, ...] = ("key_mask", "pooled_bias", "state_weight")

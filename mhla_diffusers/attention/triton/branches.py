@@ -48,20 +48,13 @@ def linear(call: MHLACall) -> torch.Tensor:
 
 
 def states(call: MHLACall) -> torch.Tensor:
-    """Add up states of all blocks over the tokens of a call: float32 (B, H, M, D + normalize, D).
-
-    The normaliser state is the last row.
-    """
+    """States of all blocks, and to normalise key sums as a last row: float32 (B, H, M, D + normalize, D)."""
     states, sums = _states(call)
     return states.float() if sums is None else torch.cat([states.float(), sums[..., None, :]], dim=-2)
 
 
 def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Mix the :func:`states` of all tokens and read them by the queries of a call.
-
-    Returns:
-        Output (B, N, H, D) and, with ``normalize``, normaliser float32 (B, N, H, 1). N tokens of the grid.
-    """
+    """Mix the :func:`states` of all tokens and read them: output, and to normalise normaliser (B, N, H, 1)."""
     head_dim = call.query.shape[3]
     sums = states[..., head_dim, :].float() if call.normalize else None
     found = _read(call, states[..., :head_dim, :].to(states_dtype(call.query.dtype)), sums)
@@ -69,11 +62,7 @@ def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def sparse(call: SparseCall) -> torch.Tensor:
-    """Attend to listed blocks, and approximate the others from means, spread and states.
-
-    Returns:
-        (B, N, H, D) in the type of the query.
-    """
+    """Attend to listed blocks, and approximate the others: (B, N, H, D)."""
     rule, (batch, _, heads, head_dim) = call.sparse, call.query.shape
     rows, scale = _prepared(call), head_dim**-0.5
     place = list(call.grid), rule.key_block_size, sum(call.extra)
@@ -138,7 +127,6 @@ class _Rows(NamedTuple):
 
 
 def _prepared(call: SparseCall) -> _Rows:
-    """Rotate, order and pool query, key and value of a call, extra tokens last."""
     tensors = [_usable(call.extra_last(x)) for x in (call.query, call.key, call.value)]
     table, mask, blocks = rotary_table(call.rotary), call.key_mask, call.sparse
     table = None if table is None else call.extra_last(table).float().contiguous().detach()
@@ -207,7 +195,7 @@ def _read(call: MHLACall, states: torch.Tensor, sums: torch.Tensor | None) -> tu
 
 
 def _place(call: MHLACall) -> tuple[Any, ...]:
-    """Angles and PLACE of the operators of the linear branch."""
+    """Angles and PLACE."""
     table = rotary_table(call.rotary)
     table = None if table is None else call.on_grid(table).float().contiguous().detach()
     rope_before = call.rope == "before"

@@ -184,29 +184,22 @@ _INPUTS = (
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 def choose(query, key, gain, variance, weight, given, best, scale, grid, block_size, extra):
-    """Find the best key blocks of every query block, and the blocks of extra tokens, which all lists hold.
+    """Find the best key blocks of every query block by :func:`mhla_diffusers.attention.sparse.choose_by_content`.
 
-    The score is ``scale q·k + gain + 3/2 log variance``, of means alone ``scale q·k + ½ log variance``:
-    :func:`mhla_diffusers.attention.sparse.choose_by_content` says why. Scores that are -inf or NaN are never chosen.
+    Scores that are -inf or NaN are never chosen. All lists hold the E blocks of extra tokens too.
 
     Args:
-        query: pooled, (G, Tq, D), float32, bfloat16 or float16, contiguous.
-        key: pooled, (G, T, D), likewise.
+        query: pooled, (G, Tq, D), contiguous; ``key`` is (G, T, D).
         gain: :func:`mhla_diffusers.attention.sparse.log_gain`, (G, Tq, T), contiguous; None with means alone.
         variance: of the scores of a block's keys with the mean query, like ``gain``.
-        weight: float32 (G, T), contiguous: how much of a block counts. Blocks of 0 take no part.
-        given: lists, as the bits that are returned; None to choose them.
-        best: most key blocks of a list.
-        scale: of the logits.
-        grid: token grid, with ``block_size`` and ``extra`` as :func:`.prepare.prepare` takes them.
-        block_size: rows of a block of keys.
-        extra: extra tokens.
+        weight: float32 (G, T), contiguous. Blocks of 0 take no part.
+        given: lists, as the bits that are returned; None to choose them, ``best`` each at most.
 
     Returns:
-        Indices int32 (G Tq, best + E), E the blocks of extra tokens, ascending, those of group g from g (T + E) on; how
-        many of a list are real, int32 (G Tq,), which come first; bits int32 (G Tq, ceil(T / 32)), bit c of word w says
-        whether the list holds block 32 w + c of its group; and with gains the mixing matrix of the states of stretches,
-        float32 (G, Tq, stretches), sums of softmax(scale q·k + gain + log weight) over blocks that are not listed.
+        Indices int32 (G Tq, best + E), ascending, those of group g from g (T + E) on; how many of a list are real,
+        int32 (G Tq,), which come first; int32 (G Tq, ceil(T / 32)), bit c of word w says whether the list holds block
+        32 w + c of its group; and with gains the mixing matrix of the states of stretches, float32 (G, Tq, stretches),
+        sums of softmax(scale q·k + gain + log weight) over blocks that are not listed.
 
     Raises:
         ValueError: there are more key blocks than MOST_KEY_BLOCKS.
@@ -263,10 +256,7 @@ def choose(query, key, gain, variance, weight, given, best, scale, grid, block_s
 
 
 def _parts(groups: int, query_blocks: int, most_rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield first group, groups, first row and rows of the query blocks whose scores exist at once.
-
-    They are some rows of one group, or all rows of some, of equal size but for the last.
-    """
+    """Yield first group, groups, first row and rows of the query blocks whose logits exist at once."""
     at_once = min(groups, max(1, most_rows // query_blocks))
     at_once = -(-groups // -(-groups // at_once))
     rows = min(query_blocks, max(1, most_rows // at_once))

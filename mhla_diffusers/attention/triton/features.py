@@ -16,15 +16,13 @@ from .operators import allocate, padded
 from .tiles import Tile, constants_of, power_of_two, tile_of
 
 PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, str feature_map, float eps, bool rope_before"
-"""Arguments by which an operator finds its tokens and computes their features: token grid; MHLA blocks per axis; place
-of the first token on the grid; "relu", "elu+1" or "identity"; what is added to every feature of the first two; whether
-RoPE comes before the feature map. After it, the normaliser reads features that are not rotated."""
+"""Arguments by which an operator finds its tokens, from the place ``first`` on the grid on, and their features."""
 
 SIZES = [
     *("heads", "tokens", "blocks", "splits", "angle_tokens"),
     *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
 ]
-"""Arguments that change with the resolution; specialising on them would compile a kernel per resolution."""
+"""Arguments that change with the resolution, for each of which a kernel would be compiled anew."""
 
 
 class Tables(NamedTuple):
@@ -43,7 +41,7 @@ class Tables(NamedTuple):
         return len(self.starts) - 1
 
     def tile_of(self, kernel: str, x: torch.Tensor) -> Tile:
-        """Return the tile of a kernel over tokens ``x`` (..., D), no larger than a block or a state."""
+        """The tile of a kernel over tokens ``x`` (..., D), no larger than a block or a state."""
         return tile_of(kernel, x, power_of_two(self.longest), power_of_two(x.shape[-1]))
 
 
@@ -66,10 +64,8 @@ def _tables(grid: Shape, blocks: Shape, first: int, count: int, device: torch.de
 def shared_arguments(
     x: torch.Tensor, tables: Tables, angles: torch.Tensor | None, feature_map: str, eps: float, rope_before: bool
 ) -> dict[str, Any]:
-    """Arguments that all kernels over tokens ``x`` (B, N, H, D) take.
-
-    ``angles`` (1 or B, N, 1, D), contiguous, are the cosine of a channel pair at its first channel and its sine at the
-    second; None where nothing is to be rotated.
+    """Arguments that all kernels over tokens ``x`` (B, N, H, D) take; ``angles`` (1 or B, N, 1, D), contiguous, are the
+    cosine of a channel pair at its first channel and its sine at the second.
     """
     return constants_of(x) | {
         "members": tables.members,
@@ -86,10 +82,7 @@ def shared_arguments(
 
 
 def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
-    """Return strides of tensors (B, N, H, D) in units of ALIGNMENT channels.
-
-    So the compiler sees that rows begin where a thread may load 8 channels at once, at any resolution.
-    """
+    """Strides of (B, N, H, D) in units of ALIGNMENT channels, so that the compiler sees how far a thread may read."""
     strides = {
         f"{name}_{axis}": x.stride(i)
         for name, x in tensors.items()
@@ -109,9 +102,7 @@ def rows_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Source(NamedTuple):
-    """A tile of query or key with what its features are computed from: for each token pointers to its first channel and
-    first angle, and whether it is there.
-    """
+    """A tile of query or key: pointers to the first channel and angle of each token, and whether it is there."""
 
     x: Any
     angles: Any
@@ -142,10 +133,7 @@ def load_state(states, base, rows, columns, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load_tokens(members, x, angles, first, end, token_stride, eps, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which tokens the rows of a table from ``first`` to ``end`` are, and a tile of them.
-
-    ``x`` and ``angles`` (or None) are pointers to those of the sample and head.
-    """
+    """The rows of a table from ``first`` on, their tokens, and a tile of these in ``x`` of one sample and head."""
     index = first + tl.arange(0, BLOCK_M)
     there = index < end
     token = tl.load(members + index, mask=there, other=0).to(tl.int64)
@@ -180,10 +168,7 @@ def load_input(source, channels, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit
 def load_features(source, channels, HEAD_DIM: tl.constexpr, MAP: tl.constexpr, ROPE: tl.constexpr, TYPE: tl.constexpr):
-    """Features of a tile for the state, rounded to TYPE, and for the normaliser, float32.
-
-    They differ otherwise by RoPE after the map alone.
-    """
+    """Features of a tile for the state, rounded to TYPE, and for the normaliser, float32, not rotated after the map."""
     plain = load_input(source, channels, HEAD_DIM, ROPE)
     if MAP == "relu":
         plain = tl.where(plain < 0, 0.0, plain) + source.eps
@@ -242,10 +227,8 @@ def store_input_gradient(
     ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of query or key, to pointers ``out``, from that of what was read with them, or was added to a state.
-
-    ``upstream`` (tokens, channels) is multiplied by the state of number ``base``, ``of_normaliser`` (tokens,) by its
-    normaliser state.
+    """Gradient of query or key, to pointers ``out``: ``upstream`` (tokens, channels) times the state of number ``base``
+    and ``of_normaliser`` (tokens,) times its normaliser state, through RoPE and feature map.
     """
     d = tl.arange(0, padded(HEAD_DIM))
     for first in range(0, HEAD_DIM, BLOCK_N):

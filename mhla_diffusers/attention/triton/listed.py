@@ -1,8 +1,7 @@
 """Softmax attention of blocks of queries to the keys of the blocks that their lists name.
 
-Rows of queries, and of keys and values, lie on flat axes, groups (samples and heads) after each other. All lists are n
-long, and a count says how many entries are real. The gradient of the keys walks through transposed lists, so that no
-sum is shared by two programs and the same inputs give the same bits.
+Rows lie on flat axes, groups (samples and heads) after each other. The gradient of the keys walks through transposed
+lists, so that no sum is shared by two programs and the same inputs give the same bits.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -199,13 +198,12 @@ def listed_dkv_kernel(
 def transpose_lists(
     indices: torch.Tensor, counts: torch.Tensor, key_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which blocks of queries name each block of keys, computed on the device without waiting for it.
+    """Which blocks of queries name each block of keys, computed on the device without waiting for it: int32.
 
     Returns:
-        turns: int32 (Tk,), the order to walk the blocks of keys in. One that very many lists name comes first, for as
-            the last it would run alone; the others stay in order, for neighbours read the same queries.
-        starts: int32 (Tk + 1,), where the list of each begins in ``queries``.
-        queries: int32 (Tq * n,), blocks of queries, ascending within each list.
+        The order to walk the blocks of keys in (Tk,): one that very many lists name comes first, for as the last it
+        would run alone, and the others stay in order, for neighbours read the same queries. Where the list of each
+        begins (Tk + 1,) in the last, blocks of queries (Tq * n,), ascending within each list.
     """
     width = indices.shape[1]
     named = torch.arange(width, device=indices.device) < counts[:, None]
@@ -244,17 +242,11 @@ def listed(*inputs: Any):
     """Attention of the rows of each block of queries to the keys of the blocks that its list names.
 
     Args:
-        query: (G, Q, D), contiguous, Tq blocks of rows.
-        key: (G, R, D), contiguous, all blocks of the grid and of extra tokens.
-        value: like ``key``.
+        query: (G, Q, D), contiguous, Tq blocks of rows; ``key`` and ``value`` (G, R, D) have all blocks.
         bias: float32 (G, R), contiguous: log of the weight of every key; None for 1.
         indices: int32 (G Tq, n), numbers of key blocks on the flat axis of all groups, n at least 1.
         counts: int32 (G Tq,), how many entries of each list are real; those come first and ascend, since only blocks at
             the end of a list may have padding; the others may hold anything.
-        scale: of the logits, positive.
-        grid: token grid.
-        block_size: rows of a block of keys, a power of two, 16 at least.
-        extra: extra tokens.
         causal: also hide keys whose row is beyond the query's, of queries that have all rows.
 
     Returns:
@@ -271,7 +263,7 @@ def listed(*inputs: Any):
 
 @operator(f"(Tensor output_gradient, Tensor lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
 def listed_backward(output_gradient, lse_gradient, output, lse, *inputs: Any):
-    """Gradients of query, key and value, in their types; the same bits for the same inputs."""
+    """Gradients of query, key and value; the same bits for the same inputs."""
     (shared, lists), (query, key, value, *_) = _arguments(inputs), inputs
     dq, dk, dv = (allocate(x.shape, x.dtype, x.device) for x in (query, key, value))
     shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))

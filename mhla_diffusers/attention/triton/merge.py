@@ -121,18 +121,8 @@ def _launch(inputs: tuple[Any, ...], **outputs: Any) -> None:
 def merge(*inputs: Any):
     """Add two outputs under the sum of their denominators: (B, N, H, D) of the grid's tokens.
 
-    Args:
-        near: (B H, R, D), contiguous, rows of the blocks of the grid.
-        near_lse: float32 (B H, R), natural.
-        far: like ``near``.
-        far_lse: like ``near_lse``.
-        query: like ``near``, which reads the mixed states; None without these.
-        mixed: (B H, Tq, D, D), contiguous, one for every block of queries; None for none.
-        state_weight: γ, float32 (B H,); given where ``mixed`` is.
-        scale: of the queries.
-        grid: token grid.
-        block_size: rows of a block of queries, 16 at least.
-        heads: H.
+    ``near``, ``far`` and ``query`` are rows (B H, R, D) of blocks of queries, the LSE natural, float32 (B H, R). Mixed
+    states (B H, Tq, D, D) come with query and γ, float32 (B H,); without them all three are None.
     """
     near, *_, grid, _, heads = inputs
     output = allocate((len(near) // heads, math.prod(grid), heads, near.shape[2]), near.dtype, near.device)
@@ -142,7 +132,7 @@ def merge(*inputs: Any):
 
 @operator(f"(Tensor output_gradient, {_INPUTS}) -> Tensor[]")
 def merge_backward(output_gradient, *inputs: Any):
-    """Gradients of both outputs and their LSE, and with mixed states of query and states."""
+    """Gradients of both outputs and LSE, and with mixed states of query and states."""
     query, mixed, block_size = inputs[4], inputs[5], inputs[9]
     found = [allocate(x.shape, x.dtype, x.device) for x in inputs[:4]]
     names = "near_gradient", "near_lse_gradient", "far_gradient", "far_lse_gradient"

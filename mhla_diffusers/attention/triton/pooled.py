@@ -1,8 +1,7 @@
 """Softmax attention of rows of queries to the pooled keys of all blocks that the query's list does not name.
 
-Dense but for a mask of bits: bit c of word w of a block of queries says that block 32 w + c of keys is listed, so its
-pooled key is left out here. The gradients of pooled rows sum over all queries of a group: each program takes a split
-of the queries, and the splits are added in a fixed order.
+The gradients of pooled rows sum over all queries of a group: each program takes a split of the queries, and the splits
+are added in a fixed order.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -189,15 +188,11 @@ def pooled(query, key, value, gain, bias, bits, scale):
     """Attention of each row to the pooled keys of all blocks that its block of queries does not list.
 
     Args:
-        query: (G, R, D), Tq blocks of R / Tq rows, 16 or more, a power of two.
-        key: (G, T, D), one row per block of keys.
-        value: like ``key``.
-        gain: (G, Tq, T), contiguous, added to the logits of a block of queries, see
-            :func:`mhla_diffusers.attention.sparse.log_gain`; None for nothing.
+        query: (G, R, D), Tq blocks of R / Tq rows; ``key`` and ``value`` (G, T, D) have one per block of keys.
+        gain: :func:`mhla_diffusers.attention.sparse.log_gain`, (G, Tq, T), contiguous; None for 0.
         bias: float32 (G, T), contiguous: log of the block's weight, which is its number of tokens or the sum of its key
             mask; -inf where nothing counts.
-        bits: int32 (G Tq, ceil(T / 32)): bit c of word w is 1 where key block 32 w + c is listed.
-        scale: of the logits, positive.
+        bits: of the lists, see :func:`.choose.choose`.
 
     Returns:
         Output (G, R, D) in the type of the query and LSE float32 (G, R), natural; 0 and EMPTY for a row that attends to
@@ -213,7 +208,7 @@ def pooled(query, key, value, gain, bias, bits, scale):
 
 @operator(f"(Tensor output_gradient, Tensor lse_gradient, Tensor output, Tensor lse, {_INPUTS}) -> Tensor[]")
 def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, value, gain, bias, bits, scale):
-    """Gradients of query, key, value and any gain, in their types; the same bits for the same inputs."""
+    """Gradients of query, key, value and any gain; the same bits for the same inputs."""
     shared = _arguments(query, key, value, gain, bias, bits, scale)
     groups, query_blocks = len(query), shared["query_blocks"]
     dq = allocate(query.shape, query.dtype, query.device)

@@ -1,9 +1,8 @@
 """One pass over query, key and value before the attention: RoPE, token order, means, states; and one pass back.
 
-Queries follow the curve of :mod:`mhla_diffusers.attention.layout`: a program takes one block and some heads of one
-sample, and reads the angles of its tokens once for them. Keys and values are sorted by content within stretches of the
-curve (:mod:`mhla_diffusers.attention.order`): a program takes one stretch of one head, sorts and halves it level after
-level, and writes rows and means of its blocks, and their mean state. What it reads again it finds in the caches.
+Queries follow the curve of :mod:`..layout`: a program takes one block and some heads of one sample, and reads the
+angles of its tokens once for them. Keys and values are sorted by content (:mod:`..order`): a program takes one stretch
+of one head, and finds in the caches what it reads again.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -24,17 +23,16 @@ from .operators import allocate, operator, refuse_second_derivative
 from .tiles import power_of_two, precision_of, states_dtype, tile_of
 
 GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
-"""Arguments of an operator that reads tables of the layout: it finds them inside, so that torch.compile never traces
-them."""
+"""Arguments of an operator that finds the tables of the layout itself, so that torch.compile never traces them."""
 
 
 def layout_for(grid: Sequence[int], block_size: int, extra: int, device: torch.device) -> Layout:
-    """Return the layout of an operator's tokens, the extra ones last."""
+    """The layout of an operator's tokens, the extra ones last."""
     return layout_of(tuple(grid), block_size, extra, str(device))
 
 
 def block_counts(grid: Sequence[int], block_size: int, extra: int) -> tuple[int, int]:
-    """Return the number of blocks of all tokens, and of the grid's."""
+    """Number of blocks of all tokens, and of the grid's."""
     of_grid = (math.prod(list(grid)) + block_size - 1) // block_size
     return of_grid + (extra + block_size - 1) // block_size, of_grid
 
@@ -70,10 +68,7 @@ def prepare_queries_kernel(
     HEADS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Strides of the query count ALIGNMENT elements, so that the compiler knows how far it may read at once.
-
-    ``angle_tokens`` is the number of tokens, or 0 where all samples share their angles.
-    """
+    """One block of some heads; ``angle_tokens`` is the number of tokens, or 0 where all samples share their angles."""
     first_head = tl.program_id(0) // CHUNKS * HEADS
     block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -131,12 +126,12 @@ def sorted_by(column, place, PARTS: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def tokens_at(order, start, end, place, key_mask, sample, tokens):
-    """Tokens of rows start + place and their weights; -1 and 0 where there is none."""
-    token = tl.load(order + start + place, mask=start + place < end, other=-1)
+def weights_of(row_tokens, row, inside, key_mask):
+    """Tokens of rows and their weights by their sample's key mask; -1 and 0 of padding and of rows not inside."""
+    token = tl.load(row_tokens + row, mask=inside, other=None if inside is None else -1)
     weight = (token >= 0).to(tl.float32)
     if key_mask is not None:
-        weight = tl.load(key_mask + sample * tokens + token, mask=token >= 0, other=0.0)
+        weight = tl.load(key_mask + token, mask=token >= 0, other=0.0)
     return token, weight
 
 
@@ -171,65 +166,11 @@ def deciding_column(
 
 
 @triton.jit
-def weights_of(row_tokens, row, inside, key_mask):
-    """Tokens of rows and their weights by their sample's key mask; -1 and 0 of padding.
-
-    Rows that are not inside (None: all are) count as padding.
-    """
-    token = tl.load(row_tokens + row, mask=inside, other=None if inside is None else -1)
-    weight = (token >= 0).to(tl.float32)
-    if key_mask is not None:
-        weight = tl.load(key_mask + token, mask=token >= 0, other=0.0)
-    return token, weight
-
-
-@triton.jit
 def apart_from_mean(x, row, channel, share, HEAD_DIM: tl.constexpr):
     """Some channels of rows less their mean by shares (rows, 1), float32."""
     at = row[:, None] * HEAD_DIM + channel[None, :]
     found = tl.load(x + at, mask=(channel < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
     return found - tl.sum(found * share, 0)[None, :]
-
-
-@triton.jit
-def store_state(
-    key_rows,
-    value_rows,
-    row_tokens,
-    key_mask,
-    state,
-    blocks,
-    with_weight,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Mean state of some blocks of rows, each centred in itself: the mean of Σ w (k - k̄) (v - v̄)ᵀ, Σ w = 1.
-
-    ``key_mask`` is that of the sample; the mean is over the ``with_weight`` blocks that have any. A square part with
-    SIDE channels is added up at a time.
-    """
-    rows, part = tl.arange(0, BLOCK), tl.arange(0, SIDE)
-    for of_part in range(0, tl.cdiv(HEAD_DIM, SIDE) * tl.cdiv(HEAD_DIM, SIDE)):
-        key_channel = of_part // tl.cdiv(HEAD_DIM, SIDE) * SIDE + part
-        value_channel = of_part % tl.cdiv(HEAD_DIM, SIDE) * SIDE + part
-        total = tl.zeros((SIDE, SIDE), tl.float32)
-        for block in range(0, blocks):
-            row = block * BLOCK + rows
-            _, weight = weights_of(row_tokens, row, None, key_mask)
-            weights = tl.sum(weight)
-            share = (weight / tl.where(weights > 0, weights, 1.0))[:, None]
-            k = apart_from_mean(key_rows, row, key_channel, share, HEAD_DIM)
-            v = apart_from_mean(value_rows, row, value_channel, share, HEAD_DIM)
-            number = key_rows.dtype.element_ty
-            # times BLOCK, so that half precision loses no small shares
-            k = (k * share * BLOCK).to(number)
-            total = tl.dot(tl.trans(k), v.to(number), total, input_precision=PRECISION)
-        at = key_channel[:, None] * HEAD_DIM + value_channel[None, :]
-        total /= BLOCK * tl.maximum(with_weight, 1)
-        inside = (key_channel < HEAD_DIM)[:, None] & (value_channel < HEAD_DIM)[None, :]
-        tl.store(state + at, total.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -285,16 +226,18 @@ def prepare_keys_kernel(
     value += batch * value_batch * ALIGNMENT + head * value_head * ALIGNMENT
     if angles is not None:
         angles += batch * angle_tokens * D
+    if key_mask is not None:
+        key_mask += batch * tokens
     place = tl.arange(0, STRETCH)
     for level in tl.static_range(LEVELS):
         if is_grid:
-            token, weight = tokens_at(order, start, end, place, key_mask, batch, tokens)
+            token, weight = weights_of(order, start + place, start + place < end, key_mask)
             at = tl.maximum(token, 0).to(tl.int64)
             column = deciding_column(
                 key, angles, at * key_token * ALIGNMENT, at * D, weight > 0, D, 2**level, STRETCH // 2**level, CHUNK
             )
             place = sorted_by(column, place, 2**level, STRETCH // 2**level)
-    token, weight = tokens_at(order, start, end, place, key_mask, batch, tokens)
+    token, weight = weights_of(order, start + place, start + place < end, key_mask)
     exists, at = token >= 0, tl.maximum(token, 0).to(tl.int64)
     total = tl.sum(tl.reshape(weight, (PARTS, BLOCK)), 1)
     share = tl.reshape(weight, (PARTS, BLOCK)) / tl.where(total > 0, total, 1.0)[:, None]
@@ -327,54 +270,32 @@ def prepare_keys_kernel(
         mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
         tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
     if states is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
-        if is_grid:
+        if is_grid:  # the mean state of the blocks, a square part with SIDE channels at a time
             tl.debug_barrier()  # the rows that this program has just written are read by other threads of it
-            of_stretch = (group * rows + start) * D
-            mask_of_sample = key_mask
-            if key_mask is not None:
-                mask_of_sample = key_mask + batch * tokens
-            store_state(
-                key_rows + of_stretch,
-                value_rows + of_stretch,
-                row_tokens + group * rows + start,
-                mask_of_sample,
-                states + (group * of_grid + tl.program_id(1)) * D * D,
-                (end - start) // BLOCK,
-                tl.sum((total > 0).to(tl.int32)),
-                D,
-                BLOCK,
-                SIDE,
-                PRECISION,
-            )
-
-
-@triton.jit
-def through_state(
-    others,
-    states,
-    row,
-    channel,
-    share,
-    D: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Product of the other rows of a block, less their mean by shares, with the gradient of their state.
-
-    Returns some channels, float32 (BLOCK, CHUNK). A step along a row's own channels is OWN elements of the gradient,
-    along the others' OTHER; CHUNK of those are multiplied at a time.
-    """
-    total = tl.zeros((BLOCK, CHUNK), tl.float32)
-    for first in range(0, D, CHUNK):
-        along = first + tl.arange(0, CHUNK)
-        apart = apart_from_mean(others, row, along, share[:, None], D).to(others.dtype.element_ty)
-        inside = (along < D)[:, None] & (channel < D)[None, :]
-        state = tl.load(states + along[:, None] * OTHER + channel[None, :] * OWN, mask=inside, other=0.0)
-        total = tl.dot(apart.to(state.dtype), state, total, input_precision=PRECISION)
-    return total
+            key_rows += (group * rows + start) * D
+            value_rows += (group * rows + start) * D
+            row_tokens += group * rows + start
+            states += (group * of_grid + tl.program_id(1)) * D * D
+            with_weight = tl.maximum(tl.sum((total > 0).to(tl.int32)), 1)
+            number = key_rows.dtype.element_ty
+            for part in range(0, tl.cdiv(D, SIDE) * tl.cdiv(D, SIDE)):
+                key_channel = part // tl.cdiv(D, SIDE) * SIDE + tl.arange(0, SIDE)
+                value_channel = part % tl.cdiv(D, SIDE) * SIDE + tl.arange(0, SIDE)
+                state = tl.zeros((SIDE, SIDE), tl.float32)
+                for of_block in range(0, (end - start) // BLOCK):
+                    own_row = of_block * BLOCK + tl.arange(0, BLOCK)
+                    _, own = weights_of(row_tokens, own_row, None, key_mask)
+                    own_total = tl.sum(own)
+                    own = (own / tl.where(own_total > 0, own_total, 1.0))[:, None]
+                    k = apart_from_mean(key_rows, own_row, key_channel, own, D)
+                    v = apart_from_mean(value_rows, own_row, value_channel, own, D)
+                    # times BLOCK, so that half precision loses no small shares
+                    k = (k * own * BLOCK).to(number)
+                    state = tl.dot(tl.trans(k), v.to(number), state, input_precision=PRECISION)
+                state /= BLOCK * with_weight
+                state_at = key_channel[:, None] * D + value_channel[None, :]
+                is_channel = (key_channel < D)[:, None] & (value_channel < D)[None, :]
+                tl.store(states + state_at, state.to(states.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit(do_not_specialize=["table_group", "angle_tokens", "tokens", "heads", "blocks", "grid_blocks"])
@@ -403,13 +324,12 @@ def rows_gradient_kernel(
     OTHER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of one tensor (B, N, H, D) from those of a block of its rows, of their mean, of their variance by
-    channel and of the mean state of their stretch, if they have these.
+    """Gradient of one tensor (B, N, H, D) from those of a block of its rows, of their mean, variance and mean state.
 
-    A table (G, R), or (R,) with ``table_group`` 0, holds the token of every row. A state Σ w (k - k̄) (v - v̄)ᵀ with
-    Σ w = 1 gives a key w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄); the variance Σ w (k - k̄)² gives a key 2 w ∂ (k - k̄).
-    Gradients through the means cancel in both, since deviations add up to 0. ``own`` are the tensor's rows, ``others``
-    the values' rows where it is the key, and the keys' where the value.
+    A state Σ w (k - k̄) (v - v̄)ᵀ with Σ w = 1 gives a key w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄); the variance
+    Σ w (k - k̄)² gives a key 2 w ∂ (k - k̄). Gradients through the means cancel, since deviations add up to 0. ``own``
+    are the tensor's rows, ``others`` the values' where it is the key, and the keys' where the value; a step along its
+    channels is OWN elements of ∂S, along the others' OTHER. ``row_tokens`` is (G, R), or (R,) with ``table_group`` 0.
     """
     head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     group = batch * heads + head
@@ -448,7 +368,14 @@ def rows_gradient_kernel(
                 turned += 2 * share[:, None] * apart * of_spread.to(tl.float32)[None, :]
         if states is not None:  # noqa: SIM102 - likewise
             if block < grid_blocks:
-                read = through_state(others, states, row, channel, share, D, OWN, OTHER, BLOCK, CHUNK, PRECISION)
+                read = tl.zeros((BLOCK, CHUNK), tl.float32)
+                for other in range(0, D, CHUNK):
+                    along = other + tl.arange(0, CHUNK)
+                    apart = apart_from_mean(others, row, along, share[:, None], D).to(others.dtype.element_ty)
+                    state_at = along[:, None] * OTHER + channel[None, :] * OWN
+                    is_channel = (along < D)[:, None] & (channel < D)[None, :]
+                    state = tl.load(states + state_at, mask=is_channel, other=0.0)
+                    read = tl.dot(apart.to(state.dtype), state, read, input_precision=PRECISION)
                 turned += of_state[:, None] * read
         if angles is not None:
             at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
@@ -468,28 +395,17 @@ _PLACE = "SymInt[] grid, SymInt block_size, SymInt key_block_size, SymInt extra"
 def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content, with_states):
     """Rotate query and key, put all three in the order of their blocks, and pool the blocks of the grid.
 
-    Args:
-        query: (B, N, H, D), float32, bfloat16 or float16, of any strides but the last, 1.
-        key: like ``query``.
-        value: like ``query``.
-        angles: (1 or B, N, 1, D), the cosine of a channel pair at its first channel and its sine at the second; None
-            without RoPE.
-        key_mask: float32 (B, N), weights of the keys in the means; None for 1 everywhere.
-        grid: token grid.
-        block_size: rows of a block of queries, a power of two, 16 at least.
-        key_block_size: of keys and values, likewise.
-        extra: extra tokens, the last of the N.
-        by_content: whether keys and values are sorted within stretches of the grid.
-        with_states: whether the mean states of the stretches are wanted.
+    Query, key and value are (B, N, H, D) of any strides but the last, the ``extra`` tokens last; ``angles`` are those
+    of :func:`.features.shared_arguments`; ``key_mask`` is float32 (B, N). Blocks of queries and of keys have powers of
+    two of rows, 16 at least.
 
     Returns:
-        Rows of query (B H, Q, D), of key and of value (B H, R, D), 0 where they are padding; of the grid's blocks
+        Rows of query (B H, Q, D), of key and of value (B H, R, D), 0 where they are padding. Of the grid's blocks
         (B H, T, D): mean of the queries; mean of keys and of values weighted by the key mask, 0 where no weight is
-        left; weighted variance of the keys around their mean, by channel, in the type of states; the position of every
-        row of keys, int32 (B H, R), -1 of padding; and of every stretch of the grid the mean state of its blocks
-        (B H, stretches, D, D), :func:`mhla_diffusers.attention.sparse.stretch_states`, empty if it is not wanted. Last,
-        float32: logs of the weights of the rows of keys (B H, R), empty without a mask; and weights of the grid's
-        blocks of keys (B H, T).
+        left; weighted variance of the keys by channel, in the type of states. The token of every row of keys, int32
+        (B H, R), -1 of padding. The mean states of stretches (B H, stretches, D, D),
+        :func:`mhla_diffusers.attention.sparse.stretch_states`, none without ``with_states``. Float32: logs of the
+        weights of the rows of keys (B H, R), empty without a mask; and weights of the blocks of keys (B H, T).
     """
     (batch, _, heads, head_dim), device = query.shape, query.device
     queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
@@ -573,10 +489,7 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     f"{_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
 )
 def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, spread, states, *arguments: Any):
-    """Gradients of query, key and value (B, N, H, D) from those of rows, means, spread and states, contiguous.
-
-    Without states the spread has only chosen blocks, which passes no gradient on.
-    """
+    """Gradients of query, key and value (B, N, H, D); without states the spread has none, as it only chose blocks."""
     key_rows, value_rows, row_tokens, angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
     queries, keys = (layout_for(grid, size, extra, query.device) for size in (block_size, key_block_size))
     batch, head_dim, tokens = len(query) // heads, query.shape[-1], len(keys.rows)

@@ -152,14 +152,8 @@ def _launch(kernel: str, query, states, sums, output_norm, gate, angles, *settin
 def read_states(*inputs: Any):
     """What the queries read from the mixed states of their blocks.
 
-    Args:
-        query: (B, N, H, D) of any strides but the last, 1.
-        states: mixed, (B, H, M, D, D), contiguous, of the blocks that the tokens may lie in.
-        sums: mixed normaliser states, float32 (B, H, M, D), contiguous; None for no normaliser.
-        output_norm: weight of an RMSNorm over channels, (D,).
-        gate: (B, N, H, D), contiguous: the output is multiplied by its SiLU.
-        angles: see :func:`shared_arguments`.
-        *place: PLACE.
+    The query is (B, N, H, D) of any strides but the last; states (B, H, M, D, D) and normaliser states float32
+    (B, H, M, D), if any, are mixed and of the blocks that its tokens may lie in; all but the query is contiguous.
 
     Returns:
         Output (B, N, H, D), contiguous; and normaliser fᵀz, float32 (B, N, H, 1), empty without.

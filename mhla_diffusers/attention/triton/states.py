@@ -175,15 +175,8 @@ def sum_states(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Add up the states of all blocks, in as many splits as fill the card, always in the same order.
 
-    Args:
-        key: (B, N, H, D) of any strides but the last, 1.
-        value: likewise; may be any rows to be added up by the features of the key.
-        tables: of the blocks.
-        shared: what :func:`shared_arguments` returns for the key.
-        normalize: whether normaliser states are wanted.
-        key_mask: float32 (B, N), contiguous.
-        sum_weight: weight of a token and head in the normaliser state, float32 (B, H, N) in the order of
-            ``tables.members``.
+    Key and value are (B, N, H, D) of any strides but the last, the key mask float32 (B, N), and ``sum_weight``, that of
+    a token and head in the normaliser state, float32 (B, H, N) in the order of ``tables.members``.
 
     Returns:
         States (B, H, M, D, D), bfloat16 for such keys, else float32; normaliser states float32 (B, H, M, D), or None.
@@ -219,7 +212,7 @@ _INPUTS = f"Tensor key, Tensor value, Tensor? key_mask, Tensor? angles, {PLACE},
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
 def block_states(key, value, key_mask, angles, grid, blocks, first, feature_map, eps, rope_before, normalize):
-    """States and normaliser states of all blocks, see :func:`sum_states`; without normaliser the second is empty."""
+    """States and normaliser states of all blocks, see :func:`sum_states`; the second is empty without normaliser."""
     tables, _ = tables_of(key, grid, blocks, first)
     shared = shared_arguments(key, tables, angles, feature_map, eps, rope_before)
     states, sums = sum_states(key, value, tables, shared, normalize, key_mask)

@@ -95,11 +95,7 @@ _INTERPRETER_PROCESSORS = 4
 
 
 def tile_of(kernel: str, x: torch.Tensor, most_m: int = MAX_HEAD_DIM, most_n: int = MAX_HEAD_DIM) -> Tile:
-    """The tile of a kernel for tensors like ``x`` (..., D), cut down to ``most_m`` and ``most_n``, powers of two.
-
-    Raises:
-        ValueError: D has no entry.
-    """
+    """The tile of a kernel for tensors like ``x`` (..., D), cut down to ``most_m`` and ``most_n``, powers of two."""
     head_dim, architecture = x.shape[-1], architecture_of(x.device)
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f'head_dim is {head_dim}; the kernels take at most {MAX_HEAD_DIM}. Use backend="eager".')
@@ -154,5 +150,5 @@ def constants_of(x: torch.Tensor) -> dict[str, Any]:
 
 
 def states_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of KV states; sums over a block pass the largest number of half precision."""
+    """Type of KV states; sums over a block pass the largest number of float16."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -51,12 +51,11 @@ PROBLEMS = TABLE | {
     "keys in 32": WAN | SPARSE | {"key_block_size": 32},
     "keys in 16": WAN | SPARSE | {"key_block_size": 16},
     "means": WAN | SPARSE | {"key_block_size": 32, "far": "means"},
-    "MHLA": WAN | MHLA | {"everything": True},
-    "text": WAN | MHLA | {"extra": 512, "rope": "before"},
+    "MHLA": WAN | MHLA | {"everything": True, "rope": "before"},
     "72 channels": BOTH | {"head_dim": 72, "heads": 16, "everything": True},
     "causal": WAN | {"blocks": 21, "causal": "token"},
 }
-_USUAL = ["16 bits", "keys in 32", "text"]
+_USUAL = ["16 bits", "keys in 32"]
 COLUMNS = {
     "sm_90": list(PROBLEMS),
     "sm_80": [*_USUAL, "means"],
@@ -70,7 +69,7 @@ NAMED = "triton", "architecture", "kernel", "problem", "key"
 COMPILED = "shared_bytes", "stack_bytes", "registers", "narrow_loads", "wgmma"
 
 
-def launches_of(architecture, tokens, heads, head_dim, dtype, everything=False, extra=0, **kinds):
+def launches_of(architecture, tokens, heads, head_dim, dtype, everything=False, **kinds):
     """Kernels and arguments of one call of each attention that has blocks, and its gradients."""
     tiles.architecture_of = lambda _: architecture
     backend.why_not = lambda *_: None
@@ -78,12 +77,10 @@ def launches_of(architecture, tokens, heads, head_dim, dtype, everything=False, 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    length = tokens + extra
-    query, key, value = (empty(1, length, heads, head_dim) for _ in range(3))
-    shared = {"rotary": (empty(1, length, 1, head_dim, dtype=FLOAT).detach(),) * 2, "extra": (0, extra)}
+    query, key, value = (empty(1, tokens, heads, head_dim) for _ in range(3))
+    shared = {"rotary": (empty(1, tokens, 1, head_dim, dtype=FLOAT).detach(),) * 2, "backend": "triton"}
     if everything:
-        shared["key_mask"] = empty(1, length, dtype=FLOAT).detach()
-    shared["backend"] = "triton"
+        shared["key_mask"] = empty(1, tokens, dtype=FLOAT).detach()
     with Operators(), nothing_launched() as launches:
         if "block_size" in kinds:
             sizes = {name: kinds[name] for name in ("block_size", "key_block_size", "far") if name in kinds}
@@ -93,7 +90,7 @@ def launches_of(architecture, tokens, heads, head_dim, dtype, everything=False, 
             options = {name: kinds[name] for name in ("rope", "causal") if name in kinds}
             if everything:
                 options |= {"output_norm": empty(head_dim), "output_gate": empty(1, tokens, heads, head_dim)}
-            if extra:
+            if "causal" in kinds:
                 options["linear_weight"] = empty(heads, dtype=FLOAT)
             blocks = kinds["blocks"]
             mixing = empty(blocks, blocks, dtype=FLOAT)
@@ -106,6 +103,13 @@ def launches_of(architecture, tokens, heads, head_dim, dtype, everything=False, 
 def launches_of_problem(architecture, name):
     """The same of one of the problems."""
     return launches_of(architecture, **PROBLEMS[name])
+
+
+def name_of(kernel, arguments):
+    """A kernel's name; that of one that computes outputs or, given their gradient, gradients says which."""
+    parameter = kernel.signature.parameters.get("output_gradient")
+    is_either = parameter is not None and parameter.default is None
+    return kernel.__name__ + (", gradient" if is_either and arguments.get("output_gradient") is not None else "")
 
 
 def variant_of(kernel, arguments, architecture):
@@ -188,7 +192,7 @@ def rows(columns):
                 source, options = variant_of(kernel, arguments, architecture)
                 if (key := key_of(source, options)) not in known:
                     known.add(key)
-                    named = triton.__version__, architecture, kernel.__name__, name, key
+                    named = triton.__version__, architecture, name_of(kernel, arguments), name, key
                     yield dict(zip(NAMED, named, strict=True)), source, options
 
 
@@ -215,7 +219,7 @@ def count_variants():
         hashes = {}
         for kernel, arguments in (*launches_of_problem("sm_90", name), *launches_of("sm_90", **sizes | other)):
             source, _ = variant_of(kernel, arguments, "sm_90")
-            hashes.setdefault(kernel.__name__, set()).add(source.hash())
+            hashes.setdefault(name_of(kernel, arguments), set()).add(source.hash())
         print(json.dumps([name, {kernel: len(found) for kernel, found in hashes.items()}]))
 
 
