@@ -155,6 +155,8 @@ SPARSE = {
     "text": {"extra": (0, 17), "heads": 2},
     "text and mask": {**TEXT_AND_MASK, "rotary": True, "batch": 2},
     "weights of keys": {"mask": "weights", "grid": (6, 6)},
+    # whose bits fill a word and a part
+    "35 key blocks": {"grid": (557,), "size": 64, "key_size": 16, "density": 0.05},
     "5 channels": {"head_dim": 5},
     "72 channels, rotary": {"head_dim": 72, "rotary": True},
     "128 channels": {"head_dim": 128, "rotary": True},
@@ -176,6 +178,14 @@ SPARSE = {
 @pytest.mark.parametrize("options", SPARSE.values(), ids=SPARSE)
 def test_given_lists(options):
     check(make_sparse_problem(**{"grid": (5, 7), "size": 16, "batch": 1, "heads": 1, "head_dim": 16} | options))
+
+
+def test_logits_far_below_zero():
+    """Padded rows have logits of 0, beside which the real ones vanish: neither may they leak, nor overflow."""
+    problem = make_sparse_problem((5, 7), 16, key_size=16, batch=1, heads=1, head_dim=16, extra=(0, 9))
+    problem.tensors["query"] = 8 * problem.tensors["query"].abs()
+    problem.tensors["key"] = -8 * problem.tensors["key"].abs()
+    check(problem, is_hard=True)
 
 
 LOW = {
