@@ -30,7 +30,7 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
             return f"the block size is {block_size}; allowed are {', '.join(map(str, BLOCK_SIZES))}"
     if query.device.type not in ("cuda", "cpu"):
         return f"the tensors are on {query.device}; Triton runs on CUDA and ROCm devices"
-    if query.device.type == "cpu" and not _interpreting():
+    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "the tensors are on the CPU, where the kernels run only under TRITON_INTERPRET=1, for tests"
     if query.dtype not in _DTYPES:
         return f"the inputs are {query.dtype}; allowed are float32, bfloat16 and float16"
@@ -39,10 +39,7 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
     if feature_map not in FEATURE_MAPS:
         return f"its kernels know the feature maps {', '.join(FEATURE_MAPS)} and not {feature_map!r}"
     if is_transformed():
-        return (
-            "its kernels support neither forward-mode derivatives nor transforms of torch.func, and one of them is "
-            "active"
-        )
+        return "its kernels support neither forward-mode derivatives nor transforms of torch.func; one is active"
     if (error := _import_error()) is not None:
         return f"its kernels cannot be imported ({error})"
     return None
@@ -102,10 +99,6 @@ def _try_import() -> str | None:
         logger.warning("The Triton kernels cannot be imported, so eager operations take their place: %s", reason)
         return reason
     return None
-
-
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _import_error() -> str | None:

@@ -1,7 +1,6 @@
 """MHLA and sparse attention on kernels: the functions of a backend, and the order in which operators run.
 
-MHLA alone is block_states, mixing, which is a product of PyTorch, and read_states; processes that hold a share of the
-tokens each add up their states between them. Sparse attention:
+MHLA is block_states, mixing, which is a product of PyTorch, and read_states. Sparse attention:
 
 prepare         RoPE, order of the blocks, their means and states: (B, N, H, D) to rows (B H, R, D), once for all
                 (then PyTorch: variance of the scores of every block, by one product, and what they gain by it)
@@ -35,11 +34,9 @@ from .pooled import pooled
 from .prepare import prepare
 from .read import read_states
 from .states import block_states
-from .tiles import states_dtype
+from .tiles import power_of_two, states_dtype
 
 _LARGE = 1e30
-_OWN_BLOCK_SIZES = 16, 64
-"""Fewest and most rows of the blocks that a frame block is cut into."""
 
 
 def linear(call: MHLACall) -> torch.Tensor:
@@ -150,7 +147,7 @@ def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
     batch, _, heads, head_dim = call.query.shape
     device, is_causal = call.query.device, call.causal == "token"
     length = (tokens.stop - tokens.start) // count
-    block_size = min(max(_OWN_BLOCK_SIZES[0], 1 << (length - 1).bit_length()), _OWN_BLOCK_SIZES[1])
+    block_size = min(power_of_two(length), 64)
     place = [length], block_size, 0
 
     def by_block(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..order import stretch_of
 from .operators import allocate, differentiable, operator
 from .prepare import GRID, block_counts
 from .softmax import EMPTY
-from .tiles import precision_of, tile_of, warp_size_of
+from .tiles import architecture_of, precision_of, tile_of
 
 SCORE_BYTES = 32 * 2**20
 """Bytes of the logits that exist at once: what one kernel writes, the next still finds in the cache of a large card."""
@@ -182,6 +182,16 @@ _INPUTS = (
 )
 
 
+def _outputs(query, gain, best, grid, block_size, extra) -> tuple[torch.Tensor, ...]:
+    """Allocate what :func:`choose` returns."""
+    blocks, key_blocks = block_counts(grid, block_size, extra)
+    rows, per_stretch = query.shape[0] * query.shape[1], stretch_of(block_size) // block_size
+    shapes = (rows, max(1, best + blocks - key_blocks)), (rows,), (rows, (key_blocks + 31) // 32)
+    mixing = (0,) if gain is None else (*query.shape[:2], (key_blocks + per_stretch - 1) // per_stretch)
+    lists = (allocate(shape, torch.int32, query.device) for shape in shapes)
+    return *lists, allocate(mixing, torch.float32, query.device)
+
+
 @operator(f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 def choose(query, key, gain, variance, weight, given, best, scale, grid, block_size, extra):
     """Find the best key blocks of every query block by :func:`mhla_diffusers.attention.sparse.choose_by_content`.
@@ -207,14 +217,10 @@ def choose(query, key, gain, variance, weight, given, best, scale, grid, block_s
     blocks, key_blocks = block_counts(grid, block_size, extra)
     if key_blocks > MOST_KEY_BLOCKS:
         raise ValueError(f"{key_blocks} key blocks are more than {MOST_KEY_BLOCKS}: take larger blocks")
-    extra_blocks, per_stretch = blocks - key_blocks, stretch_of(block_size) // block_size
+    indices, counts, listed, mixing = _outputs(query, gain, best, grid, block_size, extra)
     (groups, query_blocks, head_dim), width = query.shape, triton.cdiv(key_blocks, ALIGNMENT.value) * ALIGNMENT.value
-    rows, columns = groups * query_blocks, max(32, triton.next_power_of_2(width))
-    indices = allocate((rows, max(1, best + extra_blocks)), torch.int32, query.device)
-    counts = allocate((rows,), torch.int32, query.device)
-    listed = allocate((rows, triton.cdiv(key_blocks, 32)), torch.int32, query.device)
-    stretches = triton.cdiv(key_blocks, per_stretch)
-    mixing = allocate((0,) if gain is None else (groups, query_blocks, stretches), torch.float32, query.device)
+    columns = max(32, triton.next_power_of_2(width))
+    threads = 64 if architecture_of(query.device).startswith("gfx") else 32  # of a warp
     parts = list(_parts(groups, query_blocks, SCORE_BYTES // (4 * width)))
     logits = allocate((max(part[1] * part[3] for part in parts), width), torch.float32, query.device)
     tile = tile_of("score", query)
@@ -242,13 +248,13 @@ def choose(query, key, gain, variance, weight, given, best, scale, grid, block_s
             mixing=None if gain is None else mixing,
             best=best,
             width=indices.shape[1],
-            extra=extra_blocks,
+            extra=blocks - key_blocks,
             total=blocks,
             words=listed.shape[1],
-            stretches=stretches,
+            stretches=mixing.shape[-1],
             COLUMNS=columns,
-            PER_STRETCH=per_stretch,
-            num_warps=max(1, min(1024, columns // SCORES_OF_A_THREAD) // warp_size_of(query.device)),
+            PER_STRETCH=stretch_of(block_size) // block_size,
+            num_warps=max(1, min(1024, columns // SCORES_OF_A_THREAD) // threads),
             num_stages=1,
             **shared,
         )
@@ -283,13 +289,7 @@ def choose_backward(gradient, bits, query, key, gain, variance, weight, given, b
 
 @choose.register_fake
 def _(query, key, gain, variance, weight, given, best, scale, grid, block_size, extra):
-    blocks, of_grid = block_counts(grid, block_size, extra)
-    lists = query.shape[0] * query.shape[1]
-    per_stretch = stretch_of(block_size) // block_size
-    shapes = (lists, max(1, best + blocks - of_grid)), (lists,), (lists, (of_grid + 31) // 32)
-    mixing = (0,) if gain is None else (*query.shape[:2], (of_grid + per_stretch - 1) // per_stretch)
-    found = (query.new_empty(shape, dtype=torch.int32) for shape in shapes)
-    return *found, query.new_empty(mixing, dtype=torch.float32)
+    return _outputs(query, gain, best, grid, block_size, extra)
 
 
 differentiable(choose, choose_backward, 3, outputs=(2,))

@@ -92,18 +92,14 @@ _INPUTS = (
 )
 
 
+_TENSORS = "near", "near_lse", "far", "far_lse", "query", "mixed", "state_weight"
+
+
 def _launch(inputs: tuple[Any, ...], **outputs: Any) -> None:
-    near, near_lse, far, far_lse, query, mixed, state_weight, scale, grid, block_size, heads = inputs
+    near, *_, scale, grid, block_size, heads = inputs
     rows = near.shape[1]
     tile = tile_of("merge", near, block_size)
     merge_kernel[rows // tile.m, len(near)](
-        near=near,
-        near_lse=near_lse,
-        far=far,
-        far_lse=far_lse,
-        query=query,
-        mixed=mixed,
-        state_weight=state_weight,
         order=layout_for(grid, block_size, 0, near.device).order,
         tokens=math.prod(grid),
         heads=heads,
@@ -111,6 +107,7 @@ def _launch(inputs: tuple[Any, ...], **outputs: Any) -> None:
         query_blocks=rows // block_size,
         scale=scale,
         QUERY_ROWS=block_size,
+        **dict(zip(_TENSORS, inputs[:7], strict=True)),
         **constants_of(near),
         **tile.arguments,
         **outputs,
@@ -135,9 +132,9 @@ def merge_backward(output_gradient, *inputs: Any):
     """Gradients of both outputs and LSE, and with mixed states of query and states."""
     query, mixed, block_size = inputs[4], inputs[5], inputs[9]
     found = [allocate(x.shape, x.dtype, x.device) for x in inputs[:4]]
-    names = "near_gradient", "near_lse_gradient", "far_gradient", "far_lse_gradient"
+    gradients = {f"{name}_gradient": x for name, x in zip(_TENSORS[:4], found, strict=True)}
     read = None if mixed is None else allocate(query.shape, mixed.dtype, query.device)
-    _launch(inputs, output_gradient=output_gradient, read_gradient=read, **dict(zip(names, found, strict=True)))
+    _launch(inputs, output_gradient=output_gradient, read_gradient=read, **gradients)
     if read is not None:
         read, q = (x.unflatten(1, (-1, block_size)).to(mixed.dtype) for x in (read, query))
         found += [product(read, mixed.mT).flatten(1, 2).to(query.dtype), product(q.mT, read)]

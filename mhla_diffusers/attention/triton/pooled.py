@@ -195,8 +195,7 @@ def pooled(query, key, value, gain, bias, bits, scale):
         bits: of the lists, see :func:`.choose.choose`.
 
     Returns:
-        Output (G, R, D) in the type of the query and LSE float32 (G, R), natural; 0 and EMPTY for a row that attends to
-        nothing.
+        As :func:`.listed.listed`.
     """
     shared = _arguments(query, key, value, gain, bias, bits, scale)
     tile = tile_of("softmax_forward", query, shared["QUERY_ROWS"])

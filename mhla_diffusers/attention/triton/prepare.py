@@ -388,6 +388,27 @@ def rows_gradient_kernel(
 _PLACE = "SymInt[] grid, SymInt block_size, SymInt key_block_size, SymInt extra"
 
 
+def _outputs(query, key_mask, grid, block_size, key_block_size, extra, with_states) -> tuple[torch.Tensor, ...]:
+    """Allocate what :func:`prepare` returns."""
+    groups, head_dim, dtype = query.shape[0] * query.shape[2], query.shape[3], query.dtype
+    blocks, of_grid = block_counts(grid, block_size, extra)
+    key_blocks, keys_of_grid = block_counts(grid, key_block_size, extra)
+    per_stretch, number = stretch_of(key_block_size) // key_block_size, states_dtype(dtype)
+    stretches = (keys_of_grid + per_stretch - 1) // per_stretch if with_states else 0
+    rows = groups, key_blocks * key_block_size
+    shapes = (
+        ((groups, blocks * block_size, head_dim), dtype),
+        *[((*rows, head_dim), dtype)] * 2,
+        ((groups, of_grid, head_dim), dtype),
+        *[((groups, keys_of_grid, head_dim), x) for x in (dtype, dtype, number)],
+        (rows, torch.int32),
+        ((groups, stretches, head_dim, head_dim), number),
+        ((0,) if key_mask is None else rows, torch.float32),
+        ((groups, keys_of_grid), torch.float32),
+    )
+    return tuple(allocate(shape, x, query.device) for shape, x in shapes)
+
+
 @operator(
     f"(Tensor query, Tensor key, Tensor value, Tensor? angles, Tensor? key_mask, {_PLACE}, bool by_content, "
     f"bool with_states) -> ({', '.join(['Tensor'] * 11)})"
@@ -409,14 +430,13 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     """
     (batch, _, heads, head_dim), device = query.shape, query.device
     queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
-    groups = batch * heads
+    found = _outputs(query, key_mask, grid, block_size, key_block_size, extra, with_states)
+    query_rows, key_rows, value_rows, pooled_query, pooled_key, pooled_value, spread, row_tokens, states, *_ = found
     shared = {
         "angles": None if angles is None else angles.contiguous(),
         "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
         "D": head_dim,
     }
-    query_rows = allocate((groups, len(queries.order), head_dim), query.dtype, device)
-    pooled_query = allocate((groups, queries.grid_blocks, head_dim), query.dtype, device)
     tile = tile_of("prepare", query, most_n=power_of_two(head_dim))
     chunks = triton.cdiv(head_dim, tile.n)
     prepare_queries_kernel[triton.cdiv(heads, tile.m) * chunks, queries.blocks, batch](
@@ -437,17 +457,8 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         **strides_of(query=query),
         **shared,
     )
-    count = len(keys.order)
-    key_rows, value_rows = (allocate((groups, count, head_dim), key.dtype, device) for _ in range(2))
-    row_tokens = allocate((groups, count), torch.int32, device)
-    number = states_dtype(key.dtype)
-    pooled = [allocate((groups, keys.grid_blocks, head_dim), x, device) for x in (key.dtype, key.dtype, number)]
     tile = tile_of("prepare_keys", query, most_n=power_of_two(head_dim))
     stretch = stretch_of(key_block_size) if by_content or with_states else key_block_size
-    count_of_states = triton.cdiv(keys.grid_blocks * key_block_size, stretch) if with_states else 0
-    states = allocate((groups, count_of_states, head_dim, head_dim), number, device)
-    bias = allocate((0,) if key_mask is None else (groups, count), torch.float32, device)
-    weight = allocate((groups, keys.grid_blocks), torch.float32, device)
     stretches = sum(
         triton.cdiv(blocks * key_block_size, stretch) for blocks in (keys.grid_blocks, keys.blocks - keys.grid_blocks)
     )
@@ -459,14 +470,14 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         key_rows=key_rows,
         value_rows=value_rows,
         row_tokens=row_tokens,
-        pooled_key=pooled[0],
-        pooled_value=pooled[1],
-        spread=pooled[2],
+        pooled_key=pooled_key,
+        pooled_value=pooled_value,
+        spread=spread,
         states=states if with_states else None,
-        row_bias=None if key_mask is None else bias,
-        block_weight=weight,
+        row_bias=None if key_mask is None else found[9],
+        block_weight=found[10],
         tokens=len(keys.rows),
-        rows=count,
+        rows=len(keys.order),
         grid_blocks=keys.grid_blocks,
         BLOCK=key_block_size,
         STRETCH=stretch,
@@ -479,14 +490,13 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         **strides_of(key=key, value=value),
         **shared,
     )
-    return query_rows, key_rows, value_rows, pooled_query, *pooled, row_tokens, states, bias, weight
+    return found
 
 
 @operator(
     "(Tensor query, Tensor key, Tensor value, Tensor pooled_query, Tensor pooled_key, Tensor pooled_value, "
     "Tensor? spread, Tensor? states, Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor? angles, "
-    "Tensor? key_mask, "
-    f"{_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
+    f"Tensor? key_mask, {_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
 )
 def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, spread, states, *arguments: Any):
     """Gradients of query, key and value (B, N, H, D); without states the spread has none, as it only chose blocks."""
@@ -536,20 +546,7 @@ def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, 
 
 @prepare.register_fake
 def _(query, key, value, angles, key_mask, grid, block_size, key_block_size, extra, by_content, with_states):
-    groups, head_dim = query.shape[0] * query.shape[2], query.shape[3]
-    query_blocks, grid_query_blocks = block_counts(grid, block_size, extra)
-    key_blocks, grid_key_blocks = block_counts(grid, key_block_size, extra)
-    counts = query_blocks * block_size, *(key_blocks * key_block_size,) * 2, grid_query_blocks, *(grid_key_blocks,) * 3
-    number = states_dtype(query.dtype)
-    tensors = [query.new_empty(groups, count, head_dim) for count in counts]
-    tensors[-1] = tensors[-1].to(number)
-    per_stretch = stretch_of(key_block_size) // key_block_size
-    stretches = (grid_key_blocks + per_stretch - 1) // per_stretch if with_states else 0
-    states = query.new_empty(groups, stretches, head_dim, head_dim, dtype=number)
-    rows = groups, key_blocks * key_block_size
-    bias = query.new_empty((0,) if key_mask is None else rows, dtype=torch.float32)
-    weight = query.new_empty(groups, grid_key_blocks, dtype=torch.float32)
-    return *tensors, query.new_empty(rows, dtype=torch.int32), states, bias, weight
+    return _outputs(query, key_mask, grid, block_size, key_block_size, extra, with_states)
 
 
 @prepare_backward.register_fake
