@@ -6,7 +6,6 @@ A program of its own, because a kernel is made either for the interpreter or for
     python -m tests.attention.triton.ahead_of_time add problem ...    add rows of sm_90 by another Triton
     python -m tests.attention.triton.ahead_of_time rows               as JSON the rows that "write" makes, and the
                                                                       variants that two resolutions need, by problem
-    python -m tests.attention.triton.ahead_of_time again kernel ...   compile rows of sm_90 once more, as JSON
 
 ``make kernels`` writes the whole table.
 """
@@ -232,7 +231,3 @@ if __name__ == "__main__":
     elif command == "rows":
         print(json.dumps([row for row, _, _ in rows(COLUMNS)]))
         count_variants()
-    elif command == "again":
-        for row, source, options in rows({"sm_90": ["16 bits"]}):
-            if row["kernel"] in chosen:
-                print(json.dumps(row | report_of(source, options, "sm_90")))

@@ -70,28 +70,6 @@ def no_device(monkeypatch):
         yield
 
 
-WAITING = {
-    "item": lambda x, index: x.sum().item(),
-    "bool": lambda x, index: bool((x > 0).all()),
-    "to the CPU": lambda x, index: x.to("cpu"),
-    "from the CPU": lambda x, index: torch.arange(3).to(x.device),
-    "nonzero": lambda x, index: x.nonzero(),
-    "mask as an index": lambda x, index: x[x > 0],
-    "set at a mask": lambda x, index: x.__setitem__(x > 0, x.new_ones(())),
-    "set at indices": lambda x, index: x.__setitem__(index, 1.0),
-    "tensor of a list": lambda x, index: torch.tensor([1, 2], device=x.device),
-    "a list as an index": lambda x, index: x[[0, 1]],
-    "an index on the CPU": lambda x, index: x.index_select(0, torch.arange(2)),
-}
-
-
-@pytest.mark.parametrize("wait", WAITING.values(), ids=WAITING)
-def test_what_waits_is_seen(wait):
-    x, index = torch.zeros(3, 3, device="meta"), torch.arange(3, device="meta")
-    with pytest.raises((AssertionError, RuntimeError)), watched():
-        wait(x, index)
-
-
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_waits_for_the_device(kind, backend):
