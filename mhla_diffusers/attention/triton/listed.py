@@ -15,16 +15,7 @@ import triton.language as tl
 
 from .operators import allocate, differentiable, operator, padded
 from .prepare import GRID, layout_for
-from .softmax import (
-    EMPTY,
-    LOG2E,
-    gradient_step,
-    load_rows,
-    load_upstream,
-    softmax_step,
-    store_rows,
-    store_softmax,
-)
+from .softmax import EMPTY, LOG2E, gradient_step, load_rows, load_upstream, softmax_step, store_rows, store_softmax
 from .tiles import MAX_HEAD_DIM, Tile, constants_of, tile_of
 
 _MANY = 4

@@ -14,16 +14,7 @@ import triton
 import triton.language as tl
 
 from .operators import allocate, differentiable, operator, padded
-from .softmax import (
-    EMPTY,
-    LOG2E,
-    gradient_step,
-    load_rows,
-    load_upstream,
-    softmax_step,
-    store_rows,
-    store_softmax,
-)
+from .softmax import EMPTY, LOG2E, gradient_step, load_rows, load_upstream, softmax_step, store_rows, store_softmax
 from .tiles import constants_of, processors_of, tile_of
 
 
