@@ -70,12 +70,6 @@ def test_best_of_a_row(groups, blocks, part, extra, values, masked, seed):
     check_chosen(scores, max(1, round(part * blocks)), extra)
 
 
-@pytest.mark.parametrize("spacing", [1e-38, 1e-7, 1.0, 1e30])
-def test_close_and_distant_scores(spacing):
-    torch.manual_seed(0)
-    check_chosen((1.0 + torch.randperm(100)[None] - 50) * spacing, 20, 1)
-
-
 def test_nan_is_never_chosen():
     scores = torch.randn(3, 40)
     scores[0, 3:9], scores[1], scores[2, :4] = torch.nan, torch.nan, -torch.nan

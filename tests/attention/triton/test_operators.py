@@ -248,8 +248,9 @@ needs_interpreter = pytest.mark.skipif(
 def test_tiles_of_a_real_card(head_dim, dtype, monkeypatch):
     """The interpreter's own tiles are smaller than those that Wan and DiT run with."""
     monkeypatch.setattr(tiles, "architecture_of", lambda _: "sm_90")
-    options = {"rotary": True, "mask": True, "norm": True}
-    check(make_problem((3, 5, 14), (1, 1, 2), batch=1, heads=1, head_dim=head_dim, **options), dtype)
+    options = {"batch": 1, "heads": 1, "head_dim": head_dim, "rotary": True, "mask": True}
+    check(make_problem((3, 5, 14), (1, 1, 2), norm=True, **options), dtype)
+    check(make_sparse_problem((9, 19), 64, key_size=32, extra=(0, 9), **options), dtype)
 
 
 @needs_interpreter
