@@ -240,6 +240,8 @@ def prepare_keys_kernel(
     token, weight = weights_of(order, start + place, start + place < end, key_mask)
     exists, at = token >= 0, tl.maximum(token, 0).to(tl.int64)
     total = tl.sum(tl.reshape(weight, (PARTS, BLOCK)), 1)
+    block = start // BLOCK + tl.arange(0, PARTS)
+    tl.store(block_weight + group * grid_blocks + block, total, mask=block < grid_blocks)
     share = tl.reshape(weight, (PARTS, BLOCK)) / tl.where(total > 0, total, 1.0)[:, None]
     row = start + tl.arange(0, STRETCH)
     inside = row < end
@@ -247,8 +249,6 @@ def prepare_keys_kernel(
     if row_bias is not None:
         log_weight = tl.where(weight > 0, tl.log(tl.where(weight > 0, weight, 1.0)), float("-inf"))
         tl.store(row_bias + group * rows + row, log_weight, mask=inside)
-    block = start // BLOCK + tl.arange(0, PARTS)
-    tl.store(block_weight + group * grid_blocks + block, total, mask=block < grid_blocks)
     for first in range(0, D, CHUNK):
         channel = first + tl.arange(0, CHUNK)
         rows_at = (group * rows + row)[:, None] * D + channel[None, :]
