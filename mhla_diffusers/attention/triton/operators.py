@@ -9,10 +9,12 @@ import torch
 import triton
 
 from ..derivatives import NAMESPACE, is_transformed
-from .tiles import power_of_two
 
-padded = triton.constexpr_function(power_of_two)
-"""Channels of a tile that holds all HEAD_DIM of a head, within kernels."""
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def padded(head_dim: int) -> int:
+    """Channels of a tile that holds all those of a head, within kernels: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
