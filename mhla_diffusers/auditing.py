@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .attention import SparseCall
-from .attention.held import weight_held
+from .attention.reference import weight_held
 from .config import SparseConfig
 from .families import get_family, named_arguments
 from .files import write_json

@@ -361,7 +361,7 @@ class CausalConfig(LinearConfig):
 
     def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
         """As :meth:`LinearConfig.layout_on`."""
-        return check_layout(self.grid_from(grid), self.blocks_on(grid), is_causal=True)
+        return check_layout(self.grid_from(grid), self.blocks_on(grid))
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """As :meth:`PatchConfig.sizes_on`."""

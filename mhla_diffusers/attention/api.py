@@ -9,17 +9,28 @@ from numbers import Real
 from typing import Any, get_args
 
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import check_choice
 from . import eager
-from .call import DEFAULT_DENSITY, Backend, BlockLists, ContentRule, Far, MHLACall, Order, SparseCall, check_denominator
-from .causal import Causal, causal_attention, frame_block_ends, see_nothing
-from .derivatives import is_free_to_read
-from .extra import beside_extra
+from .call import (
+    DEFAULT_DENSITY,
+    Backend,
+    BlockLists,
+    ContentRule,
+    Far,
+    MHLACall,
+    Order,
+    SparseCall,
+    check_denominator,
+    is_free_to_read,
+)
+from .causal import Causal, causal_attention
 from .feature_maps import get_feature_map
-from .layout import Extra, Shape, block_count, check_extra, check_grid, check_layout, frame_block_starts
+from .layout import Extra, Shape, block_count, check_grid, check_layout, frame_block_starts
+from .linear import beside_extra
 from .precision import without_autocast
-from .rope import Rotary, in_all_rows, steady
+from .rope import Rotary
 from .sparse import softmax_attention
 from .triton import backend as triton
 
@@ -70,29 +81,27 @@ def mhla_attention(
         query: (B, N, H, D) floating point, tokens in raster order of the grid.
         key: like ``query``.
         value: like ``query``.
-        mixing: (M, M), or (H, M, M) for one matrix per head; row i belongs to query block i. Any float type.
-            Beside softmax weights (``linear_weight``, extra tokens) not negative; checked on CPU only.
+        mixing: (M, M), or (H, M, M) for one matrix per head, of any float type; row i belongs to query block i. Beside
+            softmax weights (``linear_weight``, extra tokens) not negative; checked on CPU only.
         grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
-        rotary: (cos, sin), each (1 or B, 1 or N, 1, D), as diffusers' Wan computes them; None for no RoPE.
+        rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
         rope: "after": rotate φ(q) and φ(k), normaliser unrotated; "before": rotate q and k, then apply φ.
         normalize: divide by the normaliser. Without it the output grows with N and ``output_norm`` should fix it.
-        eps: floor that the relu and elu+1 feature maps add; softmax has one of its own, 1e-18.
+        eps: floor that the relu and elu+1 feature maps add; softmax has its own, 1e-18.
         key_mask: (B, N), bool (True takes part) or weights in [0, 1] on φ(k); the range is checked on CPU only. A
             query gets 0, as from PyTorch's attention, where all keys that it sees, or that its row of the mixing matrix
             gives weight to, are masked.
         output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
         output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
         linear_weight: λ, (H,): beside softmax over extra tokens, and over the own block with ``causal``, the weights of
-            MHLA are multiplied with it. Must be positive; checked on CPU only, to avoid a device sync. None for 1
-            beside extra tokens, and with ``causal`` for MHLA within the own block too.
+            MHLA are multiplied with it. Must be positive; checked on CPU only. None for 1 beside extra tokens, and with
+            ``causal`` for MHLA within the own block too.
         extra: how many tokens stand before, and how many after those of the grid in the sequence.
         causal: "token": a query sees no later token of its sequence, the one axis of the grid. "block": it sees no
             later block of the first axis, and of its own and earlier ones every token. The sequence may end before the
-            grid does, with "block" behind a whole block. With ``linear_weight`` the own block along the first axis
-            is attended to with softmax, and the earlier ones with these weights;
-            :mod:`mhla_diffusers.attention.causal`. None for attention that knows no order.
+            grid does, with "block" behind a whole block (:mod:`mhla_diffusers.attention.causal`).
         backend: "triton": fused kernels, for float32, bfloat16 and float16 on CUDA and ROCm devices, D up to 256 and
             the feature maps relu, elu+1 and identity. "eager": torch operations, for everything. "auto": triton on a
             CUDA or ROCm device if it can run the call, else eager.
@@ -103,8 +112,9 @@ def mhla_attention(
     Raises:
         ValueError: shapes, types, devices, grid, blocks, feature map, rope or backend do not fit, or the backend
             asked for cannot run the call.
+        NotImplementedError: forward-mode derivatives or a transform of ``torch.func`` are active.
     """
-    grid, blocks = check_layout(grid, blocks, is_causal=causal is not None)
+    grid, blocks = check_layout(grid, blocks)
     call = MHLACall(
         query=query,
         key=key,
@@ -172,9 +182,8 @@ def sparse_attention(
         pooled_bias: β, (H,), added to the logits of the means. None to fit it, and γ, within the call.
         state_weight: γ, (H,), weight of what is read from the states; given exactly where ``pooled_bias`` is, except
             with ``far="means"``.
-        rotary: (cos, sin), each (1 or B, 1 or N, 1, D), as diffusers' Wan computes them; None for no RoPE.
-        key_mask: (B, N), bool (True takes part) or weights in [0, 1]; the range is checked on CPU only. A sample whose
-            keys are all masked gets 0, as from PyTorch's attention.
+        rotary: as for :func:`mhla_attention`.
+        key_mask: likewise. A sample whose keys are all masked gets 0, as from PyTorch's attention.
         extra: tokens before and after those of the grid in the sequence, such as text; all queries attend to them, and
             they to everything.
         backend: see :func:`mhla_attention`; the kernels take blocks of 16, 32, 64 and 128 tokens.
@@ -185,6 +194,7 @@ def sparse_attention(
     Raises:
         ValueError: shapes, types, devices, grid, block sizes or lists do not fit, or the backend asked for cannot run
             the call.
+        NotImplementedError: forward-mode derivatives or a transform of ``torch.func`` are active.
     """
     grid = check_grid(grid)
     given = {"density": density, "block_size": block_size, "key_block_size": key_block_size, "order": order}
@@ -214,20 +224,35 @@ def attend(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
         ValueError: as :func:`mhla_attention` and :func:`sparse_attention`.
     """
     check_call(call)
-    _check_place(call)
+    _check_tokens(call)
+    check_choice("backend", backend, BACKENDS)
     return run(call, backend)
 
 
 def run(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
-    """Run a call that fits: (B, N, H, D)."""
+    """Run a call that fits: (B, N, H, D).
+
+    Queries whose mask leaves no key get 0, as from PyTorch's attention. They attend to all keys meanwhile: a quotient
+    of zeros would be NaN, and its gradients stay NaN when it is replaced.
+    """
     if call.query.numel() == 0:
         return empty_output(call)
-    call = replace(call, rotary=steady(in_all_rows(call.rotary, call.query.shape[1])))
-    module = backend_for(call, backend)
-    if isinstance(call, SparseCall) and call.lists_everything:  # PyTorch's attention, whose precision autocast may say
-        return _attend(call, module)
-    with without_autocast(call.query.device):
-        return _attend(call, module)
+    chosen, has_none = backend_for(call, backend), None
+    if isinstance(call, MHLACall) and call.causal is not None:
+        with without_autocast(call.query.device):
+            return causal_attention(call, chosen)
+    if call.key_mask is not None:
+        has_none = ~(call.key_mask != 0).any(dim=1, keepdim=True)
+        call = replace(call, key_mask=call.key_mask.masked_fill(has_none, 1))
+    if isinstance(call, SparseCall) and isinstance(call.sparse, ContentRule) and call.sparse.density == 1:
+        output = softmax_attention(call)  # whose precision autocast may say
+    else:
+        with without_autocast(call.query.device):
+            if isinstance(call, SparseCall):
+                output = chosen.sparse(call)
+            else:
+                output = beside_extra(call, chosen) if any(call.extra) else chosen.linear(call)
+    return output if has_none is None else output.masked_fill(has_none[..., None, None], 0)
 
 
 def empty_output(call: MHLACall | SparseCall) -> torch.Tensor:
@@ -240,36 +265,23 @@ def empty_output(call: MHLACall | SparseCall) -> torch.Tensor:
     return output
 
 
-def _attend(call: MHLACall | SparseCall, backend: Backend) -> torch.Tensor:
-    """Attend with a whole sequence.
-
-    Queries whose mask leaves no key get 0, as from PyTorch's attention. They attend to all keys meanwhile, causal ones
-    to those that they see: a quotient of zeros would be NaN, and its gradients stay NaN when it is replaced.
-    """
-    if isinstance(call, MHLACall) and call.causal is not None:
-        output = causal_attention(call, backend)
-        if call.key_mask is None:
-            return output
-        return output.masked_fill(see_nothing(call.key_mask, frame_block_ends(call))[..., None, None], 0)
-    has_none: torch.Tensor | None = None
-    if call.key_mask is not None:
-        has_none = ~(call.key_mask != 0).any(dim=1, keepdim=True)
-        call = replace(call, key_mask=call.key_mask.masked_fill(has_none, 1))
-    if isinstance(call, SparseCall):
-        output = softmax_attention(call) if call.lists_everything else backend.sparse(call)
-    else:
-        output = beside_extra(call, backend) if any(call.extra) else backend.linear(call)
-    return output if has_none is None else output.masked_fill(has_none[..., None, None], 0)
-
-
 def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
-    """Backend by name; "auto" chooses the best one that can run the call."""
-    check_choice("backend", name, BACKENDS)
+    """Backend by name; "auto" chooses the best one that can run the call.
+
+    Raises:
+        NotImplementedError: forward-mode derivatives or a transform of ``torch.func`` are active.
+    """
+    is_eager = not torch.compiler.is_compiling()  # torch.compile sees through transforms itself
+    if forward_ad._current_level >= 0 or (is_eager and torch._C._are_functorch_transforms_active()):
+        # custom operators would lose their tangents without a word
+        raise NotImplementedError(
+            "MHLA and sparse attention support neither forward-mode derivatives nor transforms of torch.func; use "
+            "backward() or torch.autograd.grad()."
+        )
     feature_map = call.feature_map if isinstance(call, MHLACall) else "relu"
     # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
     if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, feature_map) is None:
-        sizes = call.sparse.sizes if isinstance(call, SparseCall) else ()
-        reason = triton.why_not(call.query, feature_map, *sizes)
+        reason = triton.why_not(call.query, feature_map, *(call.sparse.sizes if isinstance(call, SparseCall) else ()))
         if reason is None:
             return triton
         if not torch.compiler.is_compiling():  # a call of the logger would break the graph
@@ -283,18 +295,7 @@ def _say_eager(reason: str) -> None:
     logger.warning("Running in PyTorch instead of the Triton kernels: %s.", reason)
 
 
-def check_causal(causal: str, grid: Shape) -> None:
-    """Raise ValueError unless the grid fits the kind of causal attention.
-
-    Raises:
-        ValueError: another name, or "token" where a block is not a run of the sequence.
-    """
-    check_choice("causal", causal, get_args(Causal))
-    if causal == "token" and math.prod(grid[1:]) > 1:
-        raise ValueError(
-            f"causal='token' needs a grid with one axis, got {grid}; give ({math.prod(grid)},), or causal='block' for "
-            "frames that are seen whole."
-        )
+# Checks
 
 
 def _described(x: Any) -> str:
@@ -307,24 +308,25 @@ def check_call(call: MHLACall | SparseCall) -> None:
     query: Any = call.query
     if not (isinstance(query, torch.Tensor) and query.ndim == 4 and query.is_floating_point()):
         raise ValueError(f"query must be a floating point tensor (B, N, H, D), got {_described(query)}.")
+    batch, tokens, heads, head_dim = query.shape
     for name, x in (("key", call.key), ("value", call.value)):
         is_tensor = isinstance(x, torch.Tensor)
         if not (is_tensor and x.shape == query.shape and x.dtype == query.dtype and x.device == query.device):
             raise ValueError(f"{name} is {_described(x)}, but query is {_described(query)}; they must be the same.")
-    batch, tokens, heads, head_dim = query.shape
-    if call.rotary is not None:
-        tables: Any = call.rotary
-        fits = isinstance(tables, tuple | list) and len(tables) == 2 and head_dim % 2 == 0
-        for x in tables if fits else ():
-            is_table = isinstance(x, torch.Tensor) and x.ndim == 4 and x.shape[0] in (1, batch)
-            fits = fits and is_table and x.shape[1] in (1, tokens) and tuple(x.shape[2:]) == (1, head_dim)
-        if not fits:
-            got = ", ".join(map(_described, tables)) if isinstance(tables, tuple | list) else _described(tables)
+    extra: Any = call.extra
+    if not (isinstance(extra, tuple) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
+        raise ValueError(
+            f"extra={extra!r} must be two counts of tokens, before and after the grid, for example (0, 77)."
+        )
+    if (tables := call.rotary) is not None:
+        given = tables if isinstance(tables, tuple | list) else (tables,)
+        table_shapes = (1, tokens, 1, head_dim), (batch, tokens, 1, head_dim)
+        fits = len(given) == 2 and head_dim % 2 == 0
+        if not (fits and all(isinstance(x, torch.Tensor) and tuple(x.shape) in table_shapes for x in given)):
             raise ValueError(
-                f"rotary must be None for no RoPE, or two tables (cos, sin) of shape (1 or {batch}, 1 or {tokens}, 1, "
-                f"{head_dim}) for an even head dim, got {got}."
+                f"rotary must be None for no RoPE, or two tables (cos, sin) of shape (1 or {batch}, {tokens}, 1, "
+                f"{head_dim}) for an even head dim, got {', '.join(map(_described, given))}."
             )
-    extra = check_extra(call.extra)
     shapes: dict[str, tuple[Shape, ...]] = {"key_mask": ((batch, tokens),)}
     if isinstance(call, MHLACall):
         blocks = math.prod(call.blocks)
@@ -340,12 +342,8 @@ def check_call(call: MHLACall | SparseCall) -> None:
             kind = "floating point tensor" if name == "mixing" else "tensor"
             shape = " or ".join(map(str, allowed))
             raise ValueError(f"{name} must be a {kind} of shape {shape}, got {_described(x)}.")
-    _check_values(
-        "key_mask",
-        call.key_mask,
-        lambda mask: (mask >= 0) & (mask <= 1),
-        "be bool or hold weights in [0, 1]; of a mask that is added to logits that is mask.exp()",
-    )
+    words = "be bool or hold weights in [0, 1]; of a mask that is added to logits that is mask.exp()"
+    _check_values("key_mask", call.key_mask, lambda mask: (mask >= 0) & (mask <= 1), words)
     if isinstance(call, MHLACall):
         _check_mhla(call)
     else:
@@ -374,6 +372,15 @@ def _check_mhla(call: MHLACall) -> None:
         words = "not be negative beside softmax weights, as after mixing.clamp(min=0)"
         _check_values("mixing", call.mixing, lambda x: x >= 0, words)
     check_denominator(call.feature_map, call.eps, call.normalize, is_beside, call.causal)
+    if call.causal is not None:
+        check_choice("causal", call.causal, get_args(Causal))
+        if any(call.extra):
+            raise ValueError(f"extra={call.extra} does not work with causal={call.causal!r}; leave one of them out.")
+        if call.causal == "token" and len(call.grid) > 1 and math.prod(call.grid[1:]) > 1:
+            raise ValueError(
+                f"causal='token' needs a grid with one axis, got {call.grid}; give ({math.prod(call.grid)},), or "
+                "causal='block' for frames that are seen whole."
+            )
 
 
 def _check_sparse(call: SparseCall) -> None:
@@ -385,43 +392,36 @@ def _check_sparse(call: SparseCall) -> None:
             "Give both pooled_bias and state_weight, or neither to have them fitted; with far='means' give no "
             "state_weight."
         )
-    lists = call.sparse
-    if isinstance(lists, ContentRule):
-        return
-    heads, grid, device = call.query.shape[2], call.grid, call.query.device
-    facts: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        f"query blocks of {lists.block_size} tokens": (lists.blocks, (block_count(grid, lists.block_size),)),
-        f"key blocks of {lists.key_block_size} tokens": (lists.key_blocks, (block_count(grid, lists.key_block_size),)),
-        "heads": (lists.heads, (heads,)),
-        "samples": (lists.samples, (1, call.query.shape[0])),
-        "device": (lists.keys.device, (device,)),
-    }
-    for what, (given, allowed) in facts.items():
-        if given not in allowed:
-            raise ValueError(f"lists have {what}: {given}, but query on the grid {grid} needs {allowed[-1]}.")
+    if isinstance(lists := call.sparse, BlockLists):
+        batch, _, heads, _ = call.query.shape
+        counts = (block_count(call.grid, size) for size in lists.sizes)
+        given, wanted_shape = (lists.heads, lists.blocks, lists.key_blocks), (heads, *counts)
+        device = call.query.device
+        if given != wanted_shape or lists.keys.shape[0] not in (1, batch) or lists.keys.device != device:
+            raise ValueError(
+                f"lists are for {lists.keys.shape[0]} samples and (heads, query blocks, key blocks) {given} on "
+                f"{lists.keys.device}, but query on the grid {call.grid} needs 1 or {batch} and {wanted_shape} on "
+                f"{device}."
+            )
 
 
-def _check_place(call: MHLACall | SparseCall) -> None:
+def _check_tokens(call: MHLACall | SparseCall) -> None:
     """Raise ValueError unless a call has the tokens of its grid, or a causal call the first of them."""
     extra, tokens, grid = call.extra, call.query.shape[1], call.grid
-    if isinstance(call, MHLACall) and call.causal is not None:
-        check_causal(call.causal, grid)
-        if any(extra):
-            raise ValueError(f"extra={extra} does not work with causal={call.causal!r}; leave one of them out.")
-        if tokens > math.prod(grid):
-            raise ValueError(
-                f"The sequence has N={tokens} tokens, more than the {math.prod(grid)} of the grid {grid}. Give a "
-                "longer grid, and for more blocks than trained a mixing matrix from extend_mixing()."
-            )
-        if call.causal == "block" and tokens not in (ends := frame_block_starts(grid, call.blocks)):
-            raise ValueError(
-                "With causal='block' a sequence must end with a whole block of the first axis; allowed N on the grid "
-                f"{grid} with blocks={call.blocks} are {', '.join(map(str, ends[1:]))}, got {tokens}."
-            )
-        return
     count = math.prod(grid)
-    if count + sum(extra) != tokens:
+    if not (isinstance(call, MHLACall) and call.causal is not None):
+        if count + sum(extra) != tokens:
+            raise ValueError(
+                f"Token grid {grid} has {count} tokens, but query has N={tokens} with extra={extra}; the grid must "
+                "have N tokens minus the extra ones."
+            )
+    elif tokens > count:
         raise ValueError(
-            f"Token grid {grid} has {count} tokens, but query has N={tokens} with extra={extra}; the grid must have N "
-            "tokens minus the extra ones."
+            f"The sequence has N={tokens} tokens, more than the {count} of the grid {grid}. Give a longer grid, and "
+            "for more blocks than trained a mixing matrix from extend_mixing()."
+        )
+    elif call.causal == "block" and tokens not in (ends := frame_block_starts(grid, call.blocks)):
+        raise ValueError(
+            "With causal='block' a sequence must end with a whole block of the first axis; allowed N on the grid "
+            f"{grid} with blocks={call.blocks} are {', '.join(map(str, ends[1:]))}, got {tokens}."
         )

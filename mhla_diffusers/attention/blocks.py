@@ -1,25 +1,16 @@
-"""Tokens taken into the order of the blocks of :mod:`.layout`, and back."""
+"""Tokens taken into the order of the blocks of :mod:`.layout`, and back; and lists of such blocks."""
 
 import math
-from bisect import bisect
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from .derivatives import NAMESPACE, is_transformed
-from .layout import (
-    Shape,
-    block_count,
-    block_lengths,
-    block_sizes,
-    blocks_of_range,
-    kept_tensors,
-    layout_of,
-    tokens_by_block,
-)
+from .layout import Shape, block_count, block_sizes, blocks_of_range, kept_tensors, layout_of, tokens_by_block
+
+NAMESPACE = __name__.partition(".")[0]
+"""Namespace of custom operators: the package, so that a copy of it under another name registers its own."""
 
 
 @lru_cache(maxsize=128)
@@ -31,7 +22,7 @@ def block_table(
     Args:
         grid: token grid.
         blocks: MHLA blocks per axis; () for uniform ones. The table has those of :func:`blocks_of_range`.
-        block_size: rows of a uniform block; 0 for MHLA blocks, which have as many as the longest here.
+        block_size: rows of a uniform block; 0 for MHLA blocks, which have as many as the longest of the grid.
         device: that holds the tables.
         first: place of the first token; 0 for uniform blocks.
         count: how many they are; in uniform blocks those beyond the grid are extra tokens.
@@ -49,33 +40,13 @@ def block_table(
             members, starts = tokens_by_block(grid, blocks, first, count)
             starts = starts[run.start : run.stop + 1]
             sizes, starts = starts.diff()[:, None], starts[:-1, None]
-            within = torch.arange(int(sizes.max())).expand(len(sizes), -1)
+            within = torch.arange(max(block_sizes(grid, blocks))).expand(len(sizes), -1)
             exists = within < sizes
             # shorter blocks are filled up with one of their own tokens, or any
             tokens = members[(starts + within.minimum(sizes - 1).clamp_min(0)).clamp_max(count - 1)]
         rows = torch.empty(count, dtype=torch.int64)
         rows[tokens[exists]] = exists.flatten().nonzero().flatten()
         return tokens.to(device), rows.to(device), (~exists).flatten().nonzero().flatten().to(device)
-
-
-def _longest(grid: Shape, blocks: Shape, first: int, count: int) -> int:
-    """Most tokens of a run in one block, counted in Python because shapes are known there."""
-    ends = [list(accumulate(block_lengths(size, number))) for size, number in zip(grid, blocks, strict=True)]
-    sizes: dict[tuple[int, ...], int] = {}
-    for line in range(first // grid[-1], -(-(first + count) // grid[-1])):
-        rest, block = line, list[int]()
-        for size, axis_ends in zip(reversed(grid[:-1]), reversed(ends[:-1]), strict=True):
-            rest, place = divmod(rest, size)
-            block.append(bisect(axis_ends, place))
-        start, stop = max(first - line * grid[-1], 0), min(first + count - line * grid[-1], grid[-1])
-        for last, (begin, end) in enumerate(pairwise([0, *ends[-1]])):
-            inside = max(0, min(end, stop) - max(begin, start))
-            sizes[*block, last] = sizes.get((*block, last), 0) + inside
-    return max(sizes.values(), default=0)
-
-
-# torch.compile runs it while it traces a graph, and does not trace it
-vars(_longest)["_dynamo_marked_constant"] = True
 
 
 def block_rows(grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int) -> tuple[int, int]:
@@ -85,12 +56,7 @@ def block_rows(grid: Sequence[int], blocks: Sequence[int], block_size: int, firs
         return of_grid + (count - math.prod(list(grid)) + block_size - 1) // block_size, block_size
     grid, blocks = tuple(map(int, grid)), tuple(map(int, blocks))
     own = blocks_of_range(grid, blocks, int(first), int(count))
-    if count == math.prod(grid):
-        return own.stop - own.start, max(block_sizes(grid, blocks))
-    return own.stop - own.start, _longest(grid, blocks, int(first), int(count))
-
-
-_PLACE = "SymInt[] grid, SymInt[] blocks, SymInt block_size, SymInt first"
+    return own.stop - own.start, max(block_sizes(grid, blocks))
 
 
 def to_blocks(
@@ -103,25 +69,11 @@ def to_blocks(
     block lacks are any token once more, and what uses them must give them no gradient.
 
     Returns:
-        (B, b, L, ...): the b blocks of the table, L tokens long as the longest.
+        (B, b, L, ...): the b blocks of the table, L rows long.
     """
-    order = _in_blocks if is_transformed() else to_blocks_operator
-    found: torch.Tensor = order(x, grid, blocks, block_size, first, zeros)
-    return found
-
-
-def from_blocks(
-    rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int
-) -> torch.Tensor:
-    """The inverse of :func:`to_blocks`: (B, b, L, ...) to (B, N, ...) for N = ``count``."""
-    order = _out_of_blocks if is_transformed() else from_blocks_operator
-    found: torch.Tensor = order(rows, grid, blocks, block_size, first, count)
-    return found
-
-
-def _in_blocks(
-    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
-) -> torch.Tensor:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        found: torch.Tensor = to_blocks_operator(x, grid, blocks, block_size, first, zeros)
+        return found
     tokens, _, padding = block_table(tuple(grid), tuple(blocks), block_size, x.device, first, x.shape[1])
     rows = x.index_select(1, tokens.flatten())
     if zeros and len(padding):
@@ -129,21 +81,28 @@ def _in_blocks(
     return rows.unflatten(1, tokens.shape)
 
 
-def _out_of_blocks(
+def from_blocks(
     rows: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int
 ) -> torch.Tensor:
+    """The inverse of :func:`to_blocks`: (B, b, L, ...) to (B, N, ...) for N = ``count``."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        found: torch.Tensor = from_blocks_operator(rows, grid, blocks, block_size, first, count)
+        return found
     _, places, _ = block_table(tuple(grid), tuple(blocks), block_size, rows.device, first, count)
     return rows.flatten(1, 2).index_select(1, places)
 
 
-# Operators, so that torch.compile does not trace what reads the tables. They have no forward derivative: a custom
-# operator cannot, so the functions above go around them.
+# The same as operators: torch.compile does not trace what reads the tables, and a gradient is the other one's output
+_PLACE = "SymInt[] grid, SymInt[] blocks, SymInt block_size, SymInt first"
 to_blocks_operator = torch.library.custom_op(
-    f"{NAMESPACE}::to_blocks", _in_blocks, mutates_args=(), schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor"
+    f"{NAMESPACE}::to_blocks",
+    torch.no_grad()(to_blocks),
+    mutates_args=(),
+    schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor",
 )
 from_blocks_operator = torch.library.custom_op(
     f"{NAMESPACE}::from_blocks",
-    _out_of_blocks,
+    torch.no_grad()(from_blocks),
     mutates_args=(),
     schema=f"(Tensor rows, {_PLACE}, SymInt count) -> Tensor",
 )
@@ -167,13 +126,11 @@ def _save_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None
 
 
 def _to_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grid, blocks, block_size, first = ctx.place
-    return from_blocks(gradient.contiguous(), grid, blocks, block_size, first, ctx.tokens), *(None,) * 5
+    return from_blocks_operator(gradient.contiguous(), *ctx.place, ctx.tokens), *(None,) * 5
 
 
 def _from_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grid, blocks, block_size, first = ctx.place
-    return to_blocks(gradient.contiguous(), grid, blocks, block_size, first, True), *(None,) * 5
+    return to_blocks_operator(gradient.contiguous(), *ctx.place, True), *(None,) * 5
 
 
 to_blocks_operator.register_autograd(_to_blocks_gradient, setup_context=_save_place)
@@ -188,3 +145,15 @@ def in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Te
 def in_order(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Tensor:
     """The inverse of :func:`in_blocks` for blocks of the grid's tokens alone: (B, H, T, L, C) to (B, N, H, C)."""
     return from_blocks(x.permute(0, 2, 3, 1, 4), grid, [], block_size, 0, math.prod(list(grid)))
+
+
+def list_length(density: float, blocks: int) -> int:
+    """Listed key blocks per query block at a density: at least one."""
+    return max(1, round(density * blocks))
+
+
+def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Bool (..., T): which blocks are in lists (..., n), whose entries of -1 stand for none."""
+    mask = lists.new_zeros(*lists.shape[:-1], blocks + 1, dtype=torch.bool)
+    # -1 is put behind the last block
+    return mask.scatter_(-1, lists.where(lists >= 0, blocks), value=True)[..., :blocks]

@@ -1,22 +1,21 @@
-"""The arguments of one attention, checked: a :class:`Call` of MHLA or of sparse attention.
+"""The arguments of one attention: a :class:`Call` of MHLA or of sparse attention.
 
 Block lists say which uniform blocks of keys (:mod:`.layout`, T of them on the grid) every head of every query block
 attends to with softmax: they are given, or found by a rule. Extra tokens (text in one sequence with an image, class and
 register tokens) have no place on the token grid, so they are in no block of it. They are few, so every query attends to
-them with softmax, and they attend to everything with softmax: to sparse attention they are further blocks that every
-list holds.
+them with softmax, and they attend to everything with softmax.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from ..errors import check_choice
-from .derivatives import is_free_to_read
+from .blocks import list_length, mask_of_lists
 from .layout import Extra, Shape, block_count, blocks_of_range
 from .rope import Rotary
 
@@ -34,25 +33,15 @@ _MOST_KEYS = 32
 """Largest default block of keys: with 64 the error of one attention is a third larger (``studies/real_weights``)."""
 
 
-def check_block_size(block_size: Any, name: str = "block_size") -> int:
-    """Return ``block_size``, if it is a positive number; a ValueError with ``name`` if not."""
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-        raise ValueError(f"{name}={block_size!r} must be a positive number of tokens, such as 64.")
-    return block_size
+def is_free_to_read(x: torch.Tensor) -> bool:
+    """Whether reading values costs nothing: a device would have to be waited for, and a compiled graph would break."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_denominator(feature_map: str, eps: float, normalize: bool, beside_softmax: bool, causal: str | None) -> None:
     """Raise ValueError if the normaliser of a query can be 0.
 
-    Args:
-        feature_map: of MHLA, as its eps and normalize.
-        eps: floor of the features.
-        normalize: whether the output is divided by the normaliser.
-        beside_softmax: whether extra tokens or an own block are attended to with softmax.
-        causal: order of the tokens.
-
-    Raises:
-        ValueError: it may be 0.
+    ``beside_softmax``: whether extra tokens or an own block are attended to with softmax.
     """
     if beside_softmax and not normalize:
         raise ValueError(
@@ -63,11 +52,6 @@ def check_denominator(feature_map: str, eps: float, normalize: bool, beside_soft
         raise ValueError(
             f"eps={eps} lets the relu feature map's normaliser be 0 here; it must be positive, such as 1e-6."
         )
-
-
-def list_length(density: float, blocks: int) -> int:
-    """Listed key blocks per query block at a density: at least one."""
-    return max(1, round(density * blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +71,11 @@ class UniformBlocks:
     "curve": they stay in the curve's order, as queries do."""
 
     def __post_init__(self) -> None:
-        check_block_size(self.block_size)
         if self.key_block_size == 0:
             object.__setattr__(self, "key_block_size", self.block_size)
-        check_block_size(self.key_block_size, "key_block_size")
+        for name, size in (("block_size", self.block_size), ("key_block_size", self.key_block_size)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a positive number of tokens, such as 64.")
         if self.block_size % self.key_block_size:
             raise ValueError(
                 f"key_block_size={self.key_block_size} must divide block_size={self.block_size}, for example "
@@ -143,7 +128,8 @@ class ContentRule(UniformBlocks):
             smallest = 16 if query >= 16 else 4
             sizes = [size for size in _BLOCK_SIZES if smallest <= size <= min(query, _MOST_KEYS)]
             key = next((size for size in sizes if tokens >= _LEAST_KEY_BLOCKS * size), smallest)
-        return cls(query, density, key_block_size=key or query, order=order)
+        rule = cls(query, density, key_block_size=key or query, order=order)
+        return cls(query, 1.0, key_block_size=key or query, order=order) if rule.listed_on(grid) == 1 else rule
 
     def listed_on(self, grid: Sequence[int]) -> float:
         """Return the density on a token grid, after rounding to whole key blocks per query block, at least one."""
@@ -158,16 +144,14 @@ class BlockLists(UniformBlocks):
     Lists hold for all samples of a batch (S = 1) or for each its own (S = B).
 
     Raises:
-        ValueError: the lists have another shape or type, do not ascend or name a block that is not there, or ``pairs``
-            is another number; on a device, where looking would wait for it, shape and type alone are checked.
+        ValueError: the lists have another shape or type, do not ascend or name a block that is not there; on a device,
+            where looking would wait for it, shape and type alone are checked.
     """
 
     block_size: int
     """Tokens of a query block."""
     keys: torch.Tensor
     """int64 (S, H, T, n) for T query blocks: numbers of key blocks, ascending, and -1 behind shorter lists."""
-    pairs: int = -1
-    """Entries that are not -1; left out, they are counted, for which a device is waited for."""
     key_blocks: int = 0
     """Key blocks of the grid; 0 for as many as query blocks."""
     order: Order = field(default="curve", kw_only=True)
@@ -182,21 +166,15 @@ class BlockLists(UniformBlocks):
             )
         if self.key_blocks == 0:
             object.__setattr__(self, "key_blocks", self.blocks)
-        is_seen = is_free_to_read(keys)
-        if is_seen and keys.numel():
-            if not -1 <= int(keys.min()) <= int(keys.max()) < self.key_blocks:
-                raise ValueError(f"keys must be from 0 to {self.key_blocks - 1}, the blocks of the grid, or -1.")
+        if is_free_to_read(keys):
             ends = keys.where(keys >= 0, self.key_blocks)  # -1 is behind all
             is_wrong = ((ends.diff() <= 0) & (ends[..., 1:] < self.key_blocks)).any(dim=-1)
+            is_wrong = is_wrong | ((keys < -1) | (keys >= self.key_blocks)).any(dim=-1)
             if bool(is_wrong.any()):
                 raise ValueError(
-                    f"keys has the list {keys[is_wrong][0].tolist()}; lists must ascend without a block twice, and end "
-                    "with any -1."
+                    f"keys has the list {keys[is_wrong][0].tolist()}; lists must hold blocks from 0 to "
+                    f"{self.key_blocks - 1}, ascending without a block twice, and end with any -1."
                 )
-        count = int((keys >= 0).sum()) if is_seen or self.pairs < 0 else self.pairs
-        if self.pairs >= 0 and self.pairs != count:
-            raise ValueError(f"pairs={self.pairs}, but keys has {count} entries that are not -1; leave it out.")
-        object.__setattr__(self, "pairs", count)
 
     @classmethod
     def from_mask(
@@ -205,15 +183,6 @@ class BlockLists(UniformBlocks):
         """Make lists of bool (H, T, K) or (B, H, T, K): whether a head's query block (row) attends to a key block.
 
         Waits for a device.
-
-        Args:
-            block_size: tokens of a query block.
-            mask: of T query blocks and K key blocks.
-            key_block_size: tokens of a key block; 0 for as many.
-            order: of the keys.
-
-        Raises:
-            ValueError: the mask has another shape.
         """
         if mask.ndim not in (3, 4):
             raise ValueError(f"mask must be (H, T, K) or (B, H, T, K) for T query blocks, got {tuple(mask.shape)}.")
@@ -223,12 +192,7 @@ class BlockLists(UniformBlocks):
         keys = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
         keys = keys[..., : int(mask.sum(dim=-1).max())]
         keys = keys.where(keys < count, -1)
-        return cls(block_size, keys, key_blocks=count, key_block_size=key_block_size, order=order)
-
-    @property
-    def samples(self) -> int:
-        """S, 1 or B."""
-        return self.keys.shape[0]
+        return cls(block_size, keys, count, key_block_size=key_block_size, order=order)
 
     @property
     def heads(self) -> int:
@@ -240,21 +204,9 @@ class BlockLists(UniformBlocks):
         """T, query blocks of the grid."""
         return self.keys.shape[2]
 
-    @property
-    def density(self) -> float:
-        """Part of all pairs of blocks that is listed."""
-        return self.pairs / (self.samples * self.heads * self.blocks * self.key_blocks)
-
     def mask(self) -> torch.Tensor:
         """Undo :meth:`from_mask`: bool (S, H, T, K)."""
         return mask_of_lists(self.keys, self.key_blocks)
-
-
-def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Bool (..., T): which blocks are in lists (..., n), whose entries of -1 stand for none."""
-    mask = lists.new_zeros(*lists.shape[:-1], blocks + 1, dtype=torch.bool)
-    # -1 is put behind the last block
-    return mask.scatter_(-1, lists.where(lists >= 0, blocks), value=True)[..., :blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,13 +224,6 @@ class Call:
     rotary: Rotary | None = None
     key_mask: torch.Tensor | None = None
     extra: Extra = (0, 0)
-    first: int = 0
-    """Place on the grid of the first grid token, where the call has a part of the tokens."""
-
-    @property
-    def tokens(self) -> int:
-        """Grid tokens of the call."""
-        return self.query.shape[1] - sum(self.extra)
 
     def on_grid(self, x: torch.Tensor) -> torch.Tensor:
         """Take the grid's tokens out of a sequence (B, N, ...)."""
@@ -310,6 +255,13 @@ class MHLACall(Call):
     output_gate: torch.Tensor | None = None
     linear_weight: torch.Tensor | None = None
     causal: str | None = None
+    first: int = 0
+    """Place on the grid of the first grid token, where the call has a part of the tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Grid tokens of the call."""
+        return self.query.shape[1] - sum(self.extra)
 
     @property
     def own_blocks(self) -> slice:
@@ -330,17 +282,9 @@ class SparseCall(Call):
     state_weight: torch.Tensor | None = None
     """γ, likewise."""
 
-    @property
-    def lists_everything(self) -> bool:
-        """Whether every query attends to every key with softmax."""
-        if isinstance(self.sparse, ContentRule):
-            blocks = block_count(self.grid, self.sparse.key_block_size)
-            return list_length(self.sparse.density, blocks) == blocks
-        return self.sparse.density == 1
-
 
 class Backend(Protocol):
-    """The functions of a backend, a module: :mod:`.eager` or :mod:`.triton.backend`."""
+    """The functions of a backend, a module: :mod:`.eager` or :mod:`.triton.backend`. Autocast is off where they run."""
 
     def linear(self, call: MHLACall) -> torch.Tensor:
         """MHLA alone: (B, N, H, D)."""

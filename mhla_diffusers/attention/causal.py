@@ -25,9 +25,8 @@ from .call import Backend, MHLACall
 from .feature_maps import get_feature_map
 from .layout import frame_block_starts
 from .linear import finish
-from .merge import least_mixing, under_common_sum
 from .mixing import causal_mixing
-from .precision import LEAST_MASK, sum_dtype, without_autocast
+from .precision import LEAST, sum_dtype, under_common_sum
 from .rope import apply_rotary, rotary_table
 
 Causal = Literal["token", "block"]
@@ -38,19 +37,25 @@ Own = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def causal_attention(call: MHLACall, backend: Backend) -> torch.Tensor:
-    """Attend in a sequence from its begin: (B, N, H, D)."""
+    """Attend in a sequence from its begin: (B, N, H, D); a query that sees masked keys alone gets 0."""
+    mask, starts, count = call.key_mask, frame_block_starts(call.grid, call.blocks), call.query.shape[1]
     call = with_causal_mixing(call)
-    if not has_own_part(call):
-        return backend.linear(call)
-    starts, count = frame_block_starts(call.grid, call.blocks), call.query.shape[1]
     last = max(start for start in starts if start < count)
-    if not last:
-        return beside_earlier(call, backend.own_block(call), None)
-    # the first frame block has none before it, and the last is before none
-    mixing = causal_mixing(call.mixing, call.blocks, own=False)
-    alone = replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
-    earlier = backend.states(part_of(alone, slice(0, last)))
-    return beside_earlier(call, backend.own_block(call), backend.read(part_of(alone, slice(starts[1], count)), earlier))
+    if not has_own_part(call):
+        output = backend.linear(call)
+    elif not last:
+        output = beside_earlier(call, backend.own_block(call), None)
+    else:
+        # the first frame block has none before it, and the last is before none
+        mixing = causal_mixing(call.mixing, call.blocks, own=False)
+        alone = replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
+        states = backend.states(part_of(alone, slice(0, last)))
+        earlier = backend.read(part_of(alone, slice(starts[1], count)), states)
+        output = beside_earlier(call, backend.own_block(call), earlier)
+    if mask is None:
+        return output
+    ends = None if call.causal == "token" else [end for end in starts[1:] if end <= count]
+    return output.masked_fill(see_nothing(mask, ends)[..., None, None], 0)
 
 
 def has_own_part(call: MHLACall) -> bool:
@@ -64,30 +69,25 @@ def with_causal_mixing(call: MHLACall) -> MHLACall:
     return replace(call, key_mask=least_mask(call), mixing=mixing)
 
 
-def see_nothing(mask: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
-    """Which queries see masked keys alone, of a sequence from its begin: bool (B, N).
+def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
+    """Return the mixing matrix in the type of sums, without an entry of 0."""
+    return mixing.to(sum_dtype(mixing.dtype)) + LEAST
 
-    Args:
-        mask: of the keys, (B, N).
-        ends: ends of the frame blocks, if a query sees its whole own block; None if it sees no later key.
+
+def least_mask(call: MHLACall) -> torch.Tensor | None:
+    """Key mask in the type of sums, in which masked keys keep a tiny weight."""
+    return None if call.key_mask is None else call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST)
+
+
+def see_nothing(mask: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
+    """Which queries see masked keys (B, N) alone, of a sequence from its begin: bool (B, N).
+
+    ``ends`` are those of the frame blocks, if a query sees its whole own block; None if it sees no later key.
     """
     unseen = (mask != 0).cumsum(dim=1) == 0
     if ends is None:
         return unseen
     return torch.cat([unseen[:, end - 1 : end].expand(-1, end - start) for start, end in pairwise([0, *ends])], dim=1)
-
-
-def frame_block_ends(call: MHLACall) -> list[int] | None:
-    """Where the frame blocks of a sequence end, for :func:`see_nothing`."""
-    if call.causal == "token":
-        return None
-    count = call.query.shape[1]
-    return [end for end in frame_block_starts(call.grid, call.blocks)[1:] if end <= count]
-
-
-def least_mask(call: MHLACall) -> torch.Tensor | None:
-    """Key mask in the type of sums, in which masked keys keep a tiny weight."""
-    return None if call.key_mask is None else call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST_MASK)
 
 
 def part_of(call: MHLACall, tokens: slice) -> MHLACall:
@@ -100,13 +100,9 @@ def part_of(call: MHLACall, tokens: slice) -> MHLACall:
 
 
 def beside_earlier(call: MHLACall, own: Own, earlier: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
-    """The two under one denominator, with norm and gate.
+    """What all queries take from their own frame blocks, and the last n of them from earlier ones, with norm and gate.
 
-    Args:
-        call: the call.
-        own: what all its queries take from their own frame blocks.
-        earlier: output (B, n, H, D) and, to normalise, normaliser (B, n, H, 1) of what its last n queries take from
-            earlier frame blocks; None for nothing.
+    ``earlier``: output (B, n, H, D) and, to normalise, normaliser (B, n, H, 1); None for nothing.
 
     Returns:
         (B, N, H, D) in the type of the query.
@@ -128,20 +124,18 @@ def beside_earlier(call: MHLACall, own: Own, earlier: tuple[torch.Tensor, ...] |
 def own_block(call: MHLACall) -> Own:
     """Attention of every query within its frame block; with ``causal="token"`` only to keys up to itself.
 
-    Args:
-        call: whose tokens begin with the grid, and may end before it does. With ``linear_weight`` the weights are
-            those of softmax, exp(q · k / √D), and without it those of MHLA, m_ii φ(q) · φ(k).
+    With ``linear_weight`` the weights are those of softmax, exp(q · k / √D), and without it those of MHLA,
+    m_ii φ(q) · φ(k). The tokens begin with the grid, and may end before it does.
     """
     parts: list[Own] = []
     batch, _, heads, head_dim = call.query.shape
-    with without_autocast(call.query.device):
-        for blocks, tokens in block_runs(call):
-            length = (tokens.stop - tokens.start) // (blocks.stop - blocks.start)
-            at_once = max(1, _BYTES // (4 * batch * heads * length * max(length, head_dim)))
-            for first in range(blocks.start, blocks.stop, at_once):
-                some = slice(first, min(first + at_once, blocks.stop))
-                start, stop = (tokens.start + (block - blocks.start) * length for block in (some.start, some.stop))
-                parts.append(_attend_within(call, some, slice(start, stop)))
+    for blocks, tokens in block_runs(call):
+        length = (tokens.stop - tokens.start) // (blocks.stop - blocks.start)
+        at_once = max(1, _BYTES // (4 * batch * heads * length * max(length, head_dim)))
+        for first in range(blocks.start, blocks.stop, at_once):
+            some = slice(first, min(first + at_once, blocks.stop))
+            start, stop = (tokens.start + (block - blocks.start) * length for block in (some.start, some.stop))
+            parts.append(_attend_within(part_of(call, slice(start, stop)), some))
     return joined(parts)
 
 
@@ -165,14 +159,13 @@ def joined(parts: list[Own]) -> Own:
     return torch.cat([output for output, _ in parts], dim=1), torch.cat(sums, dim=1) if sums else None
 
 
-def _attend_within(call: MHLACall, blocks: slice, tokens: slice) -> Own:
-    """Attend within equally long frame blocks."""
+def _attend_within(call: MHLACall, blocks: slice) -> Own:
+    """Attend within equally long frame blocks, which hold the tokens of the call."""
     dtype, table = sum_dtype(call.query.dtype), rotary_table(call.rotary)
 
     def by_block(x: torch.Tensor) -> torch.Tensor:
         """(B, N, H, D) to (B, H, blocks, tokens per block, D): a copy, since a feature map may overwrite its input."""
-        parts = x[:, tokens].to(dtype, copy=True).unflatten(1, (blocks.stop - blocks.start, -1))
-        return parts.permute(0, 3, 1, 2, 4)
+        return x.to(dtype, copy=True).unflatten(1, (blocks.stop - blocks.start, -1)).permute(0, 3, 1, 2, 4)
 
     def in_order(x: torch.Tensor) -> torch.Tensor:
         return x.permute(0, 2, 3, 1, 4).flatten(1, 2)
@@ -203,12 +196,7 @@ def own_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention, in which with ``is_causal`` the last query sees all keys, the one before it all but the last.
 
-    Args:
-        query: (..., n, D) after RoPE.
-        key: (..., m, D), m ≥ n, likewise.
-        value: (..., m, D).
-        mask: (..., m, 1), the positive weight of every key.
-        is_causal: whether later keys are hidden.
+    Queries (..., n, D) and keys (..., m, D), m ≥ n, after RoPE; mask (..., m, 1), the positive weight of every key.
 
     Returns:
         Output (..., n, D) and log of the sum of weights (..., n, 1).

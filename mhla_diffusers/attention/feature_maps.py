@@ -6,7 +6,6 @@ be positive wherever the attention is normalised, since the normaliser is a sum 
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from types import FunctionType
 
 import torch
 
@@ -50,26 +49,14 @@ _BUILT_IN = tuple(_FEATURE_MAPS)
 
 
 def register_feature_map(name: str, feature_map: FeatureMap) -> None:
-    """Make ``feature_map`` available under ``name`` to every configuration.
-
-    A function that was defined again, as by a notebook cell that is run again, takes the place of its former self.
+    """Make ``feature_map`` available under ``name`` to every configuration, in place of an earlier one of that name.
 
     Raises:
-        ValueError: another function has the name.
+        ValueError: the name is that of a built-in feature map.
     """
-    if name in _FEATURE_MAPS and (name in _BUILT_IN or not _is_defined_again(_FEATURE_MAPS[name], feature_map)):
-        raise ValueError(f"Feature map {name!r} is already registered; choose another name.")
+    if name in _BUILT_IN:
+        raise ValueError(f"Feature map {name!r} is built in; choose another name.")
     _FEATURE_MAPS[name] = feature_map
-
-
-def _is_defined_again(known: FeatureMap, feature_map: FeatureMap) -> bool:
-    if not (isinstance(known, FunctionType) and isinstance(feature_map, FunctionType)):
-        return known is feature_map
-    if known.__closure__ or feature_map.__closure__ or known.__defaults__ != feature_map.__defaults__:
-        return known is feature_map  # what they compute does not stand in their code alone
-    if feature_map.__name__ == "<lambda>":  # a name that all of them have
-        return known.__code__ == feature_map.__code__
-    return (known.__module__, known.__qualname__) == (feature_map.__module__, feature_map.__qualname__)
 
 
 def feature_map_names() -> list[str]:

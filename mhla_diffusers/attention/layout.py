@@ -14,15 +14,13 @@ the last one lacks are padding. Extra tokens (text) follow in blocks of their ow
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from operator import index
-from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 Shape = tuple[int, ...]
 Extra = tuple[int, int]
@@ -32,16 +30,7 @@ _Edge = tuple[int, int]
 _Box = tuple[int, _Edge, _Edge, _Edge]
 """Place of its first token, and its edges; the curve leaves it at the far end of the first."""
 
-_AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
-
-
-def check_extra(extra: Any) -> Extra:
-    """Return counts of extra tokens; ValueError unless they are two integers of at least 0."""
-    if not (isinstance(extra, tuple | list) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
-        raise ValueError(
-            f"extra={extra!r} must be two counts of tokens, before and after the grid, for example (0, 77)."
-        )
-    return extra[0], extra[1]
+_AXES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 
 
 def check_grid(grid: Sequence[int], name: str = "grid") -> Shape:
@@ -50,10 +39,13 @@ def check_grid(grid: Sequence[int], name: str = "grid") -> Shape:
     Raises:
         ValueError: they are not 1 to 3 positive integers; the message has the name.
     """
-    given = grid.tolist() if hasattr(grid, "tolist") else grid
-    is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    sizes = tuple(map(_plain_integer, given)) if is_list else ()
-    if len(sizes) not in _AXIS_NAMES or any(size is None or size < 1 for size in sizes):
+    try:
+        given = grid.tolist() if hasattr(grid, "tolist") else grid
+        # torch.compile's symbols stay symbols
+        sizes = tuple(size if isinstance(size, torch.SymInt) else index(size) for size in given)
+    except TypeError:
+        sizes = ()
+    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
         raise ValueError(
             f"{name}={grid!r} must be 1 to 3 positive integers: (length,), (height, width) or (frames, height, width), "
             "such as (16, 16) or (7, 3, 5)."
@@ -61,35 +53,20 @@ def check_grid(grid: Sequence[int], name: str = "grid") -> Shape:
     return sizes  # type: ignore[return-value]
 
 
-def _plain_integer(x: Any) -> int | None:
-    """An integer of any kind as Python's own, or as torch.compile's symbol; None for anything else."""
-    if isinstance(x, bool | float):
-        return None
-    if isinstance(x, int | torch.SymInt):
-        return x  # type: ignore[return-value]
-    try:
-        return index(x)
-    except TypeError:
-        return None
-
-
-def check_layout(grid: Sequence[int], blocks: Sequence[int], is_causal: bool = False) -> tuple[Shape, Shape]:
-    """Return ``grid`` and ``blocks`` as tuples; a ValueError if the blocks cannot cut the grid.
-
-    ``is_causal``: whether they are those of a causal call, whose blocks are never clamped.
-    """
+def check_layout(grid: Sequence[int], blocks: Sequence[int]) -> tuple[Shape, Shape]:
+    """Return ``grid`` and ``blocks`` as tuples; a ValueError if the blocks cannot cut the grid."""
     grid, blocks = check_grid(grid), check_grid(blocks, "blocks")
     if len(grid) != len(blocks):
         raise ValueError(
             f"blocks={blocks} has {len(blocks)} axes but the token grid {grid} has {len(grid)}; "
             "give one count per axis of the grid."
         )
-    for axis, tokens, count in zip(_AXIS_NAMES[len(grid)], grid, blocks, strict=True):
+    for axis, tokens, count in zip(_AXES[len(grid)], grid, blocks, strict=True):
         if tokens < count:
-            hint = "" if is_causal else ", or clamp_blocks=True in the patch"
             raise ValueError(
                 f"The {axis} axis of the token grid has {tokens} tokens, too few for {count} blocks "
-                f"(grid={grid}, blocks={blocks}); use at most {tokens} on that axis{hint}."
+                f"(grid={grid}, blocks={blocks}); use at most {tokens} on that axis, or an MHLA patch with "
+                "clamp_blocks=True."
             )
     return grid, blocks
 
@@ -135,12 +112,6 @@ def blocks_of_range(grid: Sequence[int], blocks: Sequence[int], first: int, coun
     return slice(start * behind, (stop + 1) * behind)
 
 
-def smallest_and_largest(grid: Sequence[int], blocks: Sequence[int]) -> tuple[int, int]:
-    """Fewest and most tokens of a block."""
-    sizes = block_sizes(grid, blocks)
-    return min(sizes), max(sizes)
-
-
 def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
     """Block of every token: int64 (N,), tokens in raster order. ``b(t)`` of the paper's Eq. 5."""
     index = torch.zeros(1, dtype=torch.int64)
@@ -183,13 +154,8 @@ class Layout:
 
 @contextmanager
 def kept_tensors() -> Iterator[None]:
-    """Make tensors within that serve later calls too.
-
-    They take part in gradients, are made on the CPU regardless of the default device, and stay outside an active
-    transform of ``torch.func``, beyond whose end they could not be read.
-    """
-    outside = nullcontext() if torch.compiler.is_compiling() else temporarily_clear_interpreter_stack()
-    with outside, torch.inference_mode(False), torch.device("cpu"):
+    """Make tensors within that serve later calls too: on the CPU, and no inference tensors, whatever is active."""
+    with torch.inference_mode(False), torch.device("cpu"):
         yield
 
 

@@ -46,12 +46,9 @@ def clip_mixing_(mixing: torch.Tensor) -> torch.Tensor:
 
 
 def causal_mixing(mixing: torch.Tensor, blocks: Sequence[int], own: bool) -> torch.Tensor:
-    """A mixing matrix with 0 for blocks that lie later along the first axis.
+    """A mixing matrix (..., M, M) with 0 for blocks that lie later along the first axis.
 
-    Args:
-        mixing: (..., M, M).
-        blocks: block count per axis.
-        own: whether a block sees those of its own place along the first axis.
+    ``own``: whether a block sees those of its own place along that axis.
     """
     place = torch.arange(blocks[0], device=mixing.device).repeat_interleave(math.prod(blocks[1:]))
     seen = place[:, None] >= place if own else place[:, None] > place
@@ -66,13 +63,8 @@ def extend_mixing(mixing: torch.Tensor, blocks: Sequence[int], count: int) -> to
     so that the past weighs as much as it did: with L the last place, m_ib = m_{L, L − (i − b)}, and for i − b ≥ L it is
     m_{L, 0} divided by the number i − L + 1 of such b.
 
-    Args:
-        mixing: (..., M, M) for ``blocks``.
-        blocks: block count per axis, at least 2 along the first.
-        count: of blocks along the first axis that are wanted, at least those that there are.
-
     Returns:
-        (..., M', M'), 0 for blocks that lie later.
+        (..., M', M') for ``count`` blocks along the first axis, 0 for blocks that lie later.
 
     Raises:
         ValueError: there is one block along the first axis, or more than wanted.
@@ -101,13 +93,8 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
     smaller KV states and the mixed state keeps its scale. Rows therefore do not sum to 1 afterwards; Eq. 4
     does not depend on the scale of a row.
 
-    Args:
-        mixing: (..., M, M) for ``blocks``.
-        blocks: block counts that ``mixing`` was made for.
-        new_blocks: wanted block counts, the same number of axes.
-
     Returns:
-        (..., M', M') of the same dtype.
+        (..., M', M') of the same dtype, for as many axes.
     """
     # axis by axis, and of rows and columns one after the other, so that a product of M x M matrices is not needed
     axes, found = len(blocks), mixing.to(sum_dtype(mixing.dtype)).reshape(*mixing.shape[:-2], *blocks, *blocks)

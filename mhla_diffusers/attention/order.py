@@ -45,32 +45,27 @@ def content_order(keys: torch.Tensor, exists: torch.Tensor, block_size: int) -> 
     batch, heads, rows, channels = keys.shape
     stretch = stretch_of(block_size)
     padding = -rows % stretch
-    groups = torch.nn.functional.pad(keys, (0, 0, 0, padding)).view(-1, stretch, channels)
+    stretches = torch.nn.functional.pad(keys, (0, 0, 0, padding)).view(-1, stretch, channels)
     real = torch.nn.functional.pad(exists, (0, padding)).view(len(exists), 1, -1, stretch)
     real = real.expand(batch, heads, -1, -1).reshape(-1, stretch)
     numbers = _NUMBERS if keys.device.type == "cpu" else _DEVICE_NUMBERS
     at_once = max(1, numbers // (stretch * channels))
-    parts = zip(groups.split(at_once), real.split(at_once), strict=True)
-    within = torch.cat([_sorted_stretches(*part, block_size) for part in parts]).view(batch, heads, -1, stretch)
+    found = []
+    for some, real_ones in zip(stretches.split(at_once), real.split(at_once), strict=True):
+        order, length = torch.arange(stretch, device=keys.device).expand(len(some), -1), stretch
+        while length > block_size:
+            order = order.unflatten(1, (-1, length)).sort(dim=-1).values.flatten(1)
+            places = (order + torch.arange(len(some), device=keys.device)[:, None] * stretch).flatten()
+            part = some.flatten(0, 1).index_select(0, places).view(len(some), -1, length, channels)
+            weight = real_ones.gather(1, order).unflatten(1, (-1, length))[..., None].to(keys.dtype)
+            total = weight.sum(dim=2, keepdim=True).clamp_min(1)
+            apart = (part - (weight * part).sum(dim=2, keepdim=True) / total) * weight
+            channel = apart.square().sum(dim=2, keepdim=True).argmax(dim=-1, keepdim=True)
+            column = part.gather(-1, channel.expand(-1, -1, length, 1))
+            # NaN would come after what is not a key
+            column = column.masked_fill((weight == 0) | column.isnan(), torch.inf).squeeze(-1)
+            order = order.unflatten(1, (-1, length)).gather(-1, column.argsort(dim=-1, stable=True)).flatten(1)
+            length //= 2
+        found.append(order)
     starts = torch.arange(0, rows + padding, stretch, device=keys.device)
-    return (within + starts[:, None]).flatten(2)[..., :rows]
-
-
-def _sorted_stretches(keys: torch.Tensor, exists: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return the order within stretches of keys (S, L, D), those that exist (S, L): int64 (S, L)."""
-    count, length, _ = keys.shape
-    order = torch.arange(length, device=keys.device).expand(count, -1)
-    while length > block_size:
-        order = order.unflatten(1, (-1, length)).sort(dim=-1).values.flatten(1)
-        rows = keys.gather(1, order[..., None].expand_as(keys)) if length < keys.shape[1] else keys
-        rows = rows.unflatten(1, (-1, length))
-        weight = exists.gather(1, order).unflatten(1, (-1, length))[..., None].to(keys.dtype)
-        total = weight.sum(dim=2, keepdim=True).clamp_min(1)
-        apart = (rows - (weight * rows).sum(dim=2, keepdim=True) / total) * weight
-        channel = apart.square().sum(dim=2, keepdim=True).argmax(dim=-1, keepdim=True)
-        column = rows.gather(-1, channel.expand(-1, -1, length, 1))
-        # NaN would come after what is not a key
-        column = column.masked_fill((weight == 0) | column.isnan(), torch.inf).squeeze(-1)
-        order = order.unflatten(1, (-1, length)).gather(-1, column.argsort(dim=-1, stable=True)).flatten(1)
-        length //= 2
-    return order
+    return (torch.cat(found).view(batch, heads, -1, stretch) + starts[:, None]).flatten(2)[..., :rows]

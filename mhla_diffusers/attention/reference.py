@@ -4,16 +4,20 @@ Nothing here is fast: the N x N weights of the paper's Eq. 5 are formed one quer
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
-from .call import BlockLists, MHLACall, SparseCall
+from .call import BlockLists, ContentRule, MHLACall, SparseCall
 from .feature_maps import get_feature_map
 from .layout import block_index, layout_of
 from .order import blocks_per_state
-from .precision import LEAST_MASK, LEAST_MIXING, OUTPUT_NORM_EPS
+from .precision import LEAST, OUTPUT_NORM_EPS, without_autocast
 from .rope import rotated
 from .sparse import key_block_of_tokens, with_lists
+
+_NUMBERS = 2**23
+"""Weights that :func:`weight_held` forms at once."""
 
 
 def reference_weights(call: MHLACall | SparseCall, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,7 +40,10 @@ def reference_weights(call: MHLACall | SparseCall, rows: torch.Tensor | None = N
     has_none = ~mask.any(dim=1)[:, None, None, None]
     if isinstance(call, SparseCall):
         mask = mask.masked_fill(has_none[:, 0, 0], 1)  # 0 / 0 would spoil the gradients of what is replaced
-        return _sparse(with_lists(call), scores, query, key, mask, chosen).masked_fill(has_none, 0)
+        is_softmax = isinstance(call.sparse, ContentRule) and call.sparse.density == 1
+        return _sparse(call if is_softmax else with_lists(call), scores, query, key, mask, chosen).masked_fill(
+            has_none, 0
+        )
     weights, normaliser = _linear(call, mask, rows)
     if call.causal is not None:
         weights, normaliser, seen = _causal(call, weights, normaliser, scores, mask)
@@ -59,7 +66,7 @@ def _linear(call: MHLACall, mask: torch.Tensor, rows: torch.Tensor | None = None
         query, key, rotary = rotated(query, rotary), rotated(key, rotary), None
     query, key = phi(query.clone(), call.eps), phi(key.clone(), call.eps)
     if any(call.extra) or call.causal is not None:
-        mixing, mask = mixing + LEAST_MIXING, mask.clamp_min(LEAST_MASK)
+        mixing, mask = mixing + LEAST, mask.clamp_min(LEAST)
     key = key * mask[:, :, None, None]
     block_of = block_index(call.grid, call.blocks).to(query.device)[: query.shape[1]]
     some = slice(None) if rows is None else rows
@@ -74,12 +81,7 @@ def _causal(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights, normalisers, and which keys a query sees (:mod:`mhla_diffusers.attention.causal`).
 
-    Args:
-        call: the call.
-        weights: of MHLA throughout, (B, H, N, N).
-        normaliser: likewise.
-        scores: of softmax, likewise.
-        mask: (B, N).
+    Weights and normalisers of MHLA and scores of softmax are (B, H, N, N), the mask (B, N).
     """
     frame_block = block_index(call.grid[:1], call.blocks[:1]).repeat_interleave(math.prod(call.grid[1:]))
     frame_block = frame_block[: scores.shape[-1]].to(scores.device)
@@ -91,7 +93,7 @@ def _causal(
     largest = torch.where(own & seen, scores, -math.inf).amax(dim=-1, keepdim=True)
     # the linear branch's factor stays finite; without earlier frame blocks there is none, and own scores may all be low
     largest = torch.where(frame_block[:, None] > 0, largest.clamp_min(0), largest)
-    softmax = (scores - largest).exp() * mask.clamp_min(LEAST_MASK)[:, None, None]
+    softmax = (scores - largest).exp() * mask.clamp_min(LEAST)[:, None, None]
     earlier = (-largest.clamp_min(0)).exp() * call.linear_weight.double()[:, None, None]
     weights, normaliser = (torch.where(own, softmax, earlier * x) for x in (weights, normaliser))
     return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0), seen
@@ -100,14 +102,9 @@ def _causal(
 def _beside_extra(
     call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and normalisers of the whole sequence, with softmax for extra tokens.
+    """Weights and normalisers of the whole sequence, with softmax for extra tokens, from those among the grid's tokens.
 
-    Args:
-        call: the call.
-        weights: of MHLA, among the grid's tokens.
-        normaliser: likewise.
-        scores: of softmax, among all tokens: (B, H, N, N).
-        mask: (B, N).
+    Scores of softmax are (B, H, N, N), the mask (B, N).
     """
     # a common factor of numerator and denominator, which keeps large scores finite
     largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
@@ -136,19 +133,13 @@ def _sparse(
     mixed states give a token t of stretch s, with the part w_t of its block's weight, γ m_as w_t q·(k_t − k̄) over
     the number of blocks of the stretch.
 
-    Args:
-        call: with lists, β and γ.
-        scores: of softmax, likewise.
-        query: after RoPE, (B, N, H, D).
-        key: likewise.
-        mask: (B, N).
-        chosen: (R,), tokens whose rows the scores are; of a call with extra tokens all.
+    Query and key (B, N, H, D) after RoPE and mask (B, N) are of all tokens, scores of the rows that are ``chosen``,
+    which are all with extra tokens; the call has lists, β and γ.
     """
     lists = call.sparse
-    assert isinstance(lists, BlockLists)
     largest = scores.amax(dim=-1, keepdim=True)
     softmax = (scores - largest).exp() * mask[:, None, None]
-    if call.lists_everything:
+    if isinstance(lists, ContentRule) or bool(lists.mask().all()):
         return softmax / softmax.sum(dim=-1, keepdim=True)
     assert call.pooled_bias is not None
     columns = slice(call.extra[0], scores.shape[-1] - call.extra[1])
@@ -164,7 +155,7 @@ def _sparse(
     key_block = key_block_of_tokens(call, lists).expand(batch, heads, -1)
     is_listed = lists.mask().expand(batch, -1, -1, -1)
     sees = is_listed[:, :, query_block].gather(-1, key_block[:, :, None].expand(-1, -1, len(query_block), -1))
-    near = torch.where(sees, softmax[:, :, rows, columns], 0.0)
+    listed = torch.where(sees, softmax[:, :, rows, columns], 0.0)
 
     member = torch.nn.functional.one_hot(key_block, lists.key_blocks).double()
     total = torch.einsum("bk,bhkc->bhc", mask, member)
@@ -179,7 +170,10 @@ def _sparse(
         limit = 2 * total.clamp_min(2).log()[:, :, None]
         gain = (limit * (limit + variance)).sqrt() - limit
         biased = biased + torch.einsum("bhac,qa,bhkc->bhqk", gain, of_blocks, member)
-    far = torch.where(sees, 0.0, biased.exp() * mask[:, None, None])
+    pooled = torch.where(sees, 0.0, biased.exp() * mask[:, None, None])
+    weights = softmax.clone()
+    weights[:, :, rows, columns] = listed + pooled
+    denominator = weights.sum(dim=-1, keepdim=True)
     if call.far == "second-order":
         assert call.state_weight is not None
         block_logits = torch.einsum("bhad,bhcd->bhac", mean_query, mean) + total.log()[:, :, None] + gain
@@ -194,18 +188,9 @@ def _sparse(
         mixed = torch.einsum("bhac,cs,bhs,es->bhae", mixing, stretch, 1 / blocks, stretch)
         apart = torch.einsum("bqhd,bkhd->bhqk", query, key - own_mean)
         of_states = torch.einsum("bhae,qa,bhke->bhqk", mixed, of_blocks, member) * part[:, :, None] * apart
-        far_sum = far.sum(dim=-1, keepdim=True)
-        far = far + call.state_weight.double()[..., None, None] * far_sum * of_states
-        sums = softmax.clone()
-        sums[:, :, rows, columns] = near
-        denominator = sums.sum(dim=-1, keepdim=True)
-        denominator[:, :, rows] += far_sum
-    else:
-        sums = softmax.clone()
-        sums[:, :, rows, columns] = near + far
-        denominator = sums.sum(dim=-1, keepdim=True)
-    weights = softmax.clone()
-    weights[:, :, rows, columns] = near + far
+        of_pooled = call.state_weight.double()[..., None, None] * pooled.sum(dim=-1, keepdim=True)
+        weights = weights.clone()
+        weights[:, :, rows, columns] += of_pooled * of_states
     return weights / denominator
 
 
@@ -222,3 +207,33 @@ def reference_attention(call: MHLACall | SparseCall) -> torch.Tensor:
     if call.output_gate is not None:
         on_grid = on_grid * torch.nn.functional.silu(call.output_gate.double())
     return torch.cat([output[:, : call.extra[0]], on_grid, output[:, end:]], dim=1)
+
+
+def weight_held(call: SparseCall, count: int, shift: int) -> torch.Tensor:
+    """Share of softmax attention's weight on a call's listed blocks and extra tokens: float64 (), for an audit.
+
+    The mean over samples, heads and ``count`` queries, evenly along the curve; another ``shift`` chooses others.
+    """
+    call = replace(call, query=call.query.float(), key=call.key.float(), value=call.value.float())
+    with without_autocast(call.query.device):
+        lists = with_lists(call).sparse
+        assert isinstance(lists, BlockLists)
+        order = layout_of(call.grid, lists.block_size).order.long()
+        order = order[order >= 0]
+        count = min(count, len(order))
+        places = (torch.arange(count) * len(order) // count + shift) % len(order)
+        query, key = (call.extra_last(rotated(x, call.rotary)) for x in (call.query, call.key))
+        query = query[:, order[places].to(query.device)] * query.shape[-1] ** -0.5
+        batch, _, heads, _ = query.shape
+        listed = lists.mask()[:, :, (places // lists.block_size).to(query.device)].expand(batch, -1, -1, -1)
+        member = key_block_of_tokens(call, lists).expand(batch, heads, -1)
+        mask = None if call.key_mask is None else call.extra_last(call.key_mask.float()).log()[:, None]
+        found = torch.zeros((), dtype=torch.float64, device=key.device)
+        for head in range(heads):
+            for rows in torch.arange(count).split(max(1, _NUMBERS // (batch * key.shape[1]))):
+                logits = query[:, rows, head] @ key[:, :, head].mT
+                weights = (logits if mask is None else logits + mask).softmax(dim=-1)
+                of_keys = listed[:, head, rows].gather(-1, member[:, head, None].expand(-1, len(rows), -1))
+                found += (weights[..., : member.shape[-1]] * of_keys).sum().double()
+                found += weights[..., member.shape[-1] :].sum().double()
+        return found / (batch * heads * count)

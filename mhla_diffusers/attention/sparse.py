@@ -3,9 +3,9 @@
 For a query of head h in block a, q its scaled query q/√D after RoPE, R the tokens of its listed blocks and all extra
 tokens, and for every other block c of n_c tokens the mean key k̄_c and value v̄_c::
 
-    near = Σ_{t∈R} exp(q · k_t) v_t / (the same without v)
-    far  = Σ_{c∉R} w_ac exp(q · k̄_c) v̄_c / (the same without v),   w_ac = n_c exp(g_ac)
-    o    = (1 − σ) near + σ (far + γ_h q · M_a),   σ the far share of both denominators, far's times exp(β_h)
+    listed = Σ_{t∈R} exp(q · k_t) v_t / (the same without v)
+    pooled = Σ_{c∉R} w_ac exp(q · k̄_c) v̄_c / (the same without v),   w_ac = n_c exp(g_ac)
+    o      = (1 − σ) listed + σ (pooled + γ_h q · M_a),   σ pooled's share of both denominators, its own times exp(β_h)
 
 **To second order.** Keys and values of a block that spread like a Gaussian around their means sum up exactly::
 
@@ -21,7 +21,7 @@ share the mean S̄_s of their states, where blocks hold 16 and more::
     M_a = Σ_s m_as S̄_s,   m_as = Σ_{c∈s} softmax over c∉R of (q̄_a · k̄_c + log w_ac)
 
 That is Multi-Head Mixing with a matrix that content gives at every call, per head and sample. PISA (arXiv 2602.01077)
-published exact blocks beside block means and one centred state per head, weighed by the far share, before; mixing
+published exact blocks beside block means and one centred state per head, weighed by the pooled share, before; mixing
 states by content and the spread in the weights are added here.
 
 **β and γ** are fitted within the call, per sample and head: for each β that is tried the best γ is a quotient of two
@@ -33,19 +33,17 @@ Extra tokens belong to no block and no state; they attend to everything with sof
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import in_blocks, in_order
-from .call import BlockLists, Call, ContentRule, Far, SparseCall, UniformBlocks, list_length, mask_of_lists
-from .derivatives import is_transformed
+from .blocks import in_blocks, in_order, list_length, mask_of_lists
+from .call import BlockLists, Call, ContentRule, Far, SparseCall, UniformBlocks
 from .layout import block_count, layout_of
-from .merge import under_common_sum
 from .order import blocks_per_state, content_order
-from .precision import EMPTY, product, sum_dtype, without_autocast
+from .precision import EMPTY, product, sum_dtype, under_common_sum, without_autocast
 from .rope import rotated
 
 BIASES = (-3.0, 3.0, 25)
@@ -61,35 +59,96 @@ _KERNEL_ROWS = 32
 
 
 def sparse(call: SparseCall) -> torch.Tensor:
-    """Attend to listed blocks, and approximate the others from means, spread and states.
+    """Attend to listed blocks, and approximate the others: (B, N, H, D) in the type of the query.
 
     A query that attends to nothing gets 0.
-
-    Returns:
-        (B, N, H, D) in the type of the query.
     """
-    call, parts = _attend(call)
-    lists = call.sparse
-    assert call.pooled_bias is not None
-    with without_autocast(call.query.device):
-        far, bias = parts.far, call.pooled_bias.to(parts.far_lse.dtype)
-        if parts.correction is not None:
-            assert call.state_weight is not None
-            far = far + call.state_weight.to(far.dtype)[..., None, None, None] * parts.correction
-        log_far = parts.far_lse + bias[..., None, None]
-        output = under_common_sum(parts.near, parts.near_lse[..., None], far, log_far[..., None])
-        output = in_order(output, call.grid, lists.block_size).to(call.query.dtype)
-    return call.in_sequence(torch.cat([output, extra_queries(call)], dim=1)) if any(call.extra) else output
+    parts = _attend(call)
+    pooled, log_pooled = parts.pooled, parts.pooled_lse + _per_head(parts.pooled_bias, parts.pooled_lse)
+    if parts.of_states is not None and parts.state_weight is not None:
+        pooled = pooled + _per_head(parts.state_weight, pooled) * parts.of_states
+    output = under_common_sum(parts.listed, parts.listed_lse[..., None], pooled, log_pooled[..., None])
+    output = in_order(output, call.grid, call.sparse.block_size).to(call.query.dtype)
+    if any(call.extra):
+        output = call.in_sequence(torch.cat([output, softmax_attention(call, of_extra=True)], dim=1))
+    return output
 
 
-def extra_queries(call: Call) -> torch.Tensor:
-    """Attend with the extra tokens to everything: (B, extra tokens, H, D), those before the grid first."""
-    dtype, tokens = sum_dtype(call.query.dtype), call.tokens
-    with without_autocast(call.query.device):
-        query, key = (call.extra_last(rotated(x.to(dtype), call.rotary)) for x in (call.query, call.key))
-        mask = None if call.key_mask is None else call.extra_last(call.key_mask)
-        output = attend_to_all(query[:, tokens:], key, call.extra_last(call.value.to(dtype)), mask)
-        return output.to(call.query.dtype)
+def with_lists(call: SparseCall) -> SparseCall:
+    """Compute the parts of a call that depend on queries and keys: lists, β and γ."""
+    with torch.no_grad(), without_autocast(call.query.device):
+        parts, rule = _attend(call), call.sparse
+        size, count = rule.key_block_size, block_count(call.grid, rule.key_block_size)
+        lists = BlockLists(rule.block_size, parts.lists, count, key_block_size=size, order=rule.order)
+    return replace(call, sparse=lists, pooled_bias=parts.pooled_bias, state_weight=parts.state_weight)
+
+
+class _Parts(NamedTuple):
+    """What is merged: outputs (B, H, T, L, D) and LSE (B, H, T, L)."""
+
+    lists: torch.Tensor
+    """int64 (1 or B, H, T, n)."""
+    listed: torch.Tensor
+    listed_lse: torch.Tensor
+    pooled: torch.Tensor
+    pooled_lse: torch.Tensor
+    """Without β."""
+    of_states: torch.Tensor | None
+    """What is read from mixed states, q · M_a; None where blocks take part by their means alone."""
+    pooled_bias: torch.Tensor
+    state_weight: torch.Tensor | None
+
+
+def _attend(call: SparseCall) -> _Parts:
+    """Order tokens by blocks, pool these, choose lists, attend to listed and pooled blocks and states, fit β and γ."""
+    rule, heads = call.sparse, call.query.shape[2]
+    rows = uniform_rows(call, rule)
+    pooled = pool(call, rows)
+    lists = rule.keys if isinstance(rule, BlockLists) else choose_by_content(rule, pooled, call.far)
+    query, bias = rows.query[:, :, : rows.blocks] * call.query.shape[-1] ** -0.5, rows.weights.log()
+
+    # what is added to the logits of means: 0 as a weight where a block is listed
+    log_weight, mixing, states = pooled.log_weight[:, :, None], None, None
+    if call.far == "second-order":
+        log_weight, per_state = log_weight + pooled.gain, blocks_per_state(rule.key_block_size)
+        states = stretch_states(pooled, rows.value[:, :, : rows.key_blocks], per_state)
+        mixing = content_mixing(pooled.logits + log_weight, lists, per_state)
+    log_weight = log_weight.expand(*query.shape[:3], -1).masked_fill(mask_of_lists(lists, rows.key_blocks), EMPTY)
+
+    # all query blocks attend to the extra tokens' blocks too
+    extra = torch.arange(rows.key_blocks, rows.key.shape[2], device=query.device)
+    entries = torch.cat([lists, extra.expand(*lists.shape[:-1], -1)], dim=-1).expand(len(query), -1, -1, -1)
+    if not entries.shape[-1]:  # a softmax over nothing is not defined
+        entries = torch.nn.functional.pad(entries, (0, 1), value=-1)
+    listed_logits = entries.shape[-1] * rows.key.shape[3]
+    by_head = rows.key, rows.value, bias.expand(len(query), heads, -1, -1), pooled.key, pooled.value, states
+    found = in_parts(
+        _attend_part,
+        query,
+        (entries, log_weight, mixing),
+        by_head,
+        query.shape[3] * max(listed_logits, rows.key_blocks),
+    )
+    listed, listed_lse, to_pooled, pooled_lse = found[:4]
+    of_states = found[4] if states is not None else None
+    if call.pooled_bias is not None:
+        weights = call.pooled_bias, call.state_weight
+        return _Parts(lists, listed, listed_lse, to_pooled, pooled_lse, of_states, *weights)
+
+    with torch.no_grad():
+        some = fitting_rows(math.prod(call.grid), query.device)
+        mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
+        truth = torch.nn.functional.scaled_dot_product_attention(
+            query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), mask, scale=1.0
+        )
+        sampled = [x.flatten(2, 3)[:, :, some] for x in found]
+        beta, gamma = best_weights(truth, *sampled)
+    return _Parts(lists, listed, listed_lse, to_pooled, pooled_lse, of_states, beta, None if states is None else gamma)
+
+
+def _per_head(weight: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(H,) or (B, H), beside a tensor (B, H, ...)."""
+    return weight.to(like.dtype)[(..., *(None,) * (like.ndim - 2))]
 
 
 # Rows: tokens in the order of their blocks
@@ -105,50 +164,54 @@ class Rows(NamedTuple):
     value: torch.Tensor
     weights: torch.Tensor
     """Weights of the keys, (1 or B, 1 or H, K + E', L'); 0 for padding."""
+    blocks: int
+    """T, blocks of the grid's queries."""
+    key_blocks: int
+    """K, likewise."""
+    order: torch.Tensor | None
+    """Rows along the curve that the grid's keys were before they were sorted, int64 (B, H, K L'); None if unsorted."""
 
 
 def uniform_rows(call: Call, blocks: UniformBlocks) -> Rows:
-    """Order the tokens of a call by uniform blocks."""
-    with without_autocast(call.query.device):
-        dtype = sum_dtype(call.query.dtype)
-        query = in_blocks(call.extra_last(rotated(call.query.to(dtype), call.rotary)), call.grid, blocks.block_size)
-        key, weights, order = _key_rows(call, blocks)
-        value = in_blocks(call.extra_last(call.value.to(dtype)), call.grid, blocks.key_block_size)
-        return Rows(query, key, value if order is None else _in_order_of_content(value, order), weights)
-
-
-def _key_rows(call: Call, blocks: UniformBlocks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys and weights of :class:`Rows`, and the rows along the curve that they were, (B, H, K L'), if sorted."""
-    dtype, place = sum_dtype(call.query.dtype), (call.grid, blocks.key_block_size)
-    key = in_blocks(call.extra_last(rotated(call.key.to(dtype), call.rotary)), *place)
-    mask = key.new_ones(1, call.key.shape[1]) if call.key_mask is None else call.extra_last(call.key_mask.to(dtype))
-    weights = in_blocks(mask[..., None, None], *place)[..., 0]
-    if blocks.order == "curve":
-        return key, weights, None
-    on_grid = block_count(*place)
-    exists = weights[:, 0, :on_grid].flatten(1) > 0
-    order = content_order(key[:, :, :on_grid].flatten(2, 3), exists, blocks.key_block_size)
-    if call.key_mask is None:  # padding stays behind all keys
-        return _in_order_of_content(key, order), weights, order
-    weights = weights[..., None].expand(*key.shape[:4], 1)
-    return _in_order_of_content(key, order), _in_order_of_content(weights, order)[..., 0], order
+    """Order the tokens of a call by uniform blocks, and the keys of a stretch by content."""
+    tokens, dtype, size = math.prod(call.grid), sum_dtype(call.query.dtype), blocks.key_block_size
+    query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
+    mask = key.new_ones(1, key.shape[1]) if call.key_mask is None else call.key_mask.to(dtype)
+    mask = mask[..., None, None]
+    if call.rotary is not None:
+        query, key = rotated(query, call.rotary), rotated(key, call.rotary)
+    if any(call.extra):
+        query, key, value, mask = (call.extra_last(x) for x in (query, key, value, mask))
+    query = in_blocks(query, call.grid, blocks.block_size)
+    key, value = in_blocks(key, call.grid, size), in_blocks(value, call.grid, size)
+    weights, order = in_blocks(mask, call.grid, size), None
+    counts = -(-tokens // blocks.block_size), -(-tokens // size)
+    if blocks.order == "content":
+        of_grid = slice(0, counts[1])
+        order = content_order(key[:, :, of_grid].flatten(2, 3), weights[:, 0, of_grid].flatten(1) > 0, size)
+        key, value = _in_order_of_content(key, order), _in_order_of_content(value, order)
+        if call.key_mask is not None:  # padding stays behind all keys
+            weights = _in_order_of_content(weights.expand(*key.shape[:4], 1), order)
+    return Rows(query, key, value, weights[..., 0], *counts, order)
 
 
 def _in_order_of_content(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Sort rows (B, H, K + E', L', C) of the grid."""
-    on_grid = order.shape[-1] // x.shape[3]
-    rows = x[:, :, :on_grid].flatten(2, 3)
-    rows = rows.gather(2, order[..., None].expand(*order.shape, x.shape[-1])).unflatten(2, (on_grid, -1))
+    batch, heads, count = order.shape
+    on_grid = count // x.shape[3]
+    # whole rows, which gather() would take number by number
+    places = order + torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * count
+    rows = x[:, :, :on_grid].reshape(-1, x.shape[-1]).index_select(0, places.flatten())
+    rows = rows.view(batch, heads, on_grid, -1, x.shape[-1])
     return torch.cat([rows, x[:, :, on_grid:]], dim=2) if on_grid < x.shape[2] else rows
 
 
 def key_block_of_tokens(call: Call, blocks: UniformBlocks) -> torch.Tensor:
     """Return the number of the key block that every token of the grid is in: int64 (1 or B, 1 or H, N)."""
     size = blocks.key_block_size
-    rows = layout_of(call.grid, size, 0, str(call.query.device)).rows.long()[None, None]
-    if blocks.order == "content":
-        order = _key_rows(call, blocks)[2]
-        assert order is not None
+    rows, order = layout_of(call.grid, size, 0, str(call.query.device)).rows.long(), uniform_rows(call, blocks).order
+    rows = rows[None, None]
+    if order is not None:
         rows = order.argsort(dim=-1).gather(-1, rows.expand(*order.shape[:2], -1))
     return rows // size
 
@@ -159,8 +222,6 @@ def key_block_of_tokens(call: Call, blocks: UniformBlocks) -> torch.Tensor:
 class Pooled(NamedTuple):
     """Means, spread and weights that represent the grid's blocks."""
 
-    query: torch.Tensor
-    """Mean of the scaled queries of every block, (B, H, T, D), regardless of the mask of keys."""
     key: torch.Tensor
     """Mean of the keys by their weights, (B, H, K, D); 0 where there is no weight."""
     value: torch.Tensor
@@ -178,65 +239,51 @@ class Pooled(NamedTuple):
     """:func:`log_gain` of it, g_ac."""
 
 
-def pool(call: Call, blocks: UniformBlocks, rows: Rows) -> Pooled:
-    """Take the means of the grid's blocks."""
-    count, key_count = (block_count(call.grid, size) for size in blocks.sizes)
-    key, value, weights = (x[:, :, :key_count] for x in rows[1:])
-    exists = in_blocks(rows.query.new_ones(1, call.tokens, 1, 1), call.grid, blocks.block_size)[..., 0]
-    (mean_query,) = _block_means(exists / exists.sum(dim=-1, keepdim=True), rows.query[:, :, :count])
-    mean_query = mean_query * call.query.shape[-1] ** -0.5
+def pool(call: Call, rows: Rows) -> Pooled:
+    """Take the means of the grid's blocks; those of queries regardless of the mask of keys."""
+    key, value, weights = (x[:, :, : rows.key_blocks] for x in rows[1:4])
+    # no product of matrices, whose backward pass autocast would lower where backward() is called under it
+    exists = in_blocks(rows.query.new_ones(1, math.prod(call.grid), 1, 1), call.grid, rows.query.shape[3])
+    query = (exists / exists.sum(dim=3, keepdim=True) * rows.query[:, :, : rows.blocks]).sum(dim=-2)
+    query = query * call.query.shape[-1] ** -0.5
     total = weights.sum(dim=-1, keepdim=True)
     # a token alone in its block has the share 1 exactly, so that its key is not apart from the mean
     share = weights / total.clamp_min(torch.finfo(weights.dtype).tiny)
-    mean_key, mean_value = _block_means(share, key, value)
+    mean_key, mean_value = (share[..., None] * key).sum(dim=-2), (share[..., None] * value).sum(dim=-2)
     apart = key - mean_key[:, :, :, None]
-    (variance,) = _block_means(share, apart.square())
+    variance = (share[..., None] * apart.square()).sum(dim=-2)
     log_weight = total[..., 0].log().clamp_min(EMPTY)
-    logits, variance = product(mean_query, mean_key.mT), product(mean_query.square(), variance.mT)
+    logits, variance = product(query, mean_key.mT), product(query.square(), variance.mT)
     gain = log_gain(variance, log_weight[:, :, None])
-    return Pooled(mean_query, mean_key, mean_value, apart, share, log_weight, logits, variance, gain)
+    return Pooled(mean_key, mean_value, apart, share, log_weight, logits, variance, gain)
 
 
 def log_gain(variance: torch.Tensor, log_count: torch.Tensor) -> torch.Tensor:
     """Log of a block's softmax weight relative to n exp(q̄ · k̄), for n keys whose scores have variance s.
 
     The mean of exponentials of Gaussian scores is exp(½ s), but that of n scores cannot exceed the largest of them,
-    which grows with √(2 s log n). So s / (1 + √(1 + s / t)) with t = 2 log n, which is ½ s where s is small and √(t s)
-    where it is large.
-
-    Args:
-        variance: s.
-        log_count: log n, of 2 where it is less.
+    which grows with √(2 s log n). So s / (1 + √(1 + s / t)) with t = 2 log n (n at least 2), which is ½ s where s is
+    small and √(t s) where it is large.
     """
     limit = 2 * log_count.clamp_min(math.log(2))
     return variance / (1 + (1 + variance / limit).sqrt())
 
 
-def _block_means(share: torch.Tensor, *some: torch.Tensor) -> list[torch.Tensor]:
-    """Means (B, H, T, D) of (B, H, T, L, D) with shares (1 or B, 1 or H, T, L)."""
-    # no product of matrices, whose backward pass autocast would lower where backward() is called under it
-    return [(share[..., None] * x).sum(dim=-2) for x in some]
-
-
 def stretch_states(pooled: Pooled, value: torch.Tensor, per_stretch: int) -> torch.Tensor:
-    """Mean state S̄ of every stretch: (B, H, stretches, D, D), keys' channels first.
+    """Mean state S̄ of every stretch of ``per_stretch`` blocks: (B, H, stretches, D, D), keys' channels first.
 
-    Args:
-        pooled: of the blocks.
-        value: their values, (B, H, K, L', D); around their means or not is the same, since keys' deviations sum to 0.
-        per_stretch: blocks.
+    Values (B, H, K, L', D) around their means or not give the same, since keys' deviations sum to 0.
     """
     batch, heads, count, length, head_dim = pooled.apart.shape
     padding = -count % per_stretch
     has_weight = torch.nn.functional.pad((pooled.log_weight > EMPTY / 2).to(value.dtype), (0, padding))
     blocks = has_weight.unflatten(-1, (-1, per_stretch)).sum(dim=-1).clamp_min(1)
     share = pooled.share / blocks.repeat_interleave(per_stretch, dim=-1)[..., :count, None]
-
-    def by_stretch(x: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x
-        return padded.reshape(batch, heads, -1, per_stretch * length, head_dim)
-
-    return product(by_stretch(share[..., None] * pooled.apart).mT, by_stretch(value))
+    keys = share[..., None] * pooled.apart
+    if padding:
+        keys, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) for x in (keys, value))
+    shape = batch, heads, -1, per_stretch * length, head_dim
+    return product(keys.reshape(shape).mT, value.reshape(shape))
 
 
 def content_mixing(logits: torch.Tensor, lists: torch.Tensor, per_stretch: int) -> torch.Tensor:
@@ -257,59 +304,7 @@ def content_mixing(logits: torch.Tensor, lists: torch.Tensor, per_stretch: int) 
 # Lists, β and γ
 
 
-def with_lists(call: SparseCall) -> SparseCall:
-    """Compute the parts of a call that depend on queries and keys: lists, β and γ."""
-    with torch.no_grad():
-        return _attend(call)[0]
-
-
-class _Parts(NamedTuple):
-    """What is merged: outputs (B, H, T, L, D) and LSE (B, H, T, L)."""
-
-    near: torch.Tensor
-    near_lse: torch.Tensor
-    far: torch.Tensor
-    far_lse: torch.Tensor
-    """Without β."""
-    correction: torch.Tensor | None
-    """What is read from mixed states, q · M_a; None where blocks take part by their means alone."""
-
-
-def _attend(call: SparseCall) -> tuple[SparseCall, _Parts]:
-    """Attend to each part: the call with lists, β and γ, and what is to be merged."""
-    rule = call.sparse
-    with without_autocast(call.query.device):
-        rows = uniform_rows(call, rule)
-        pooled = pool(call, rule, rows)
-        if isinstance(rule, ContentRule):
-            with torch.no_grad():
-                keys = choose_by_content(rule, pooled, call.far)
-            count = block_count(call.grid, rule.key_block_size)
-            call = replace(
-                call,
-                sparse=BlockLists(
-                    rule.block_size, keys, keys.numel(), count, key_block_size=rule.key_block_size, order=rule.order
-                ),
-            )
-        lists = call.sparse
-        assert isinstance(lists, BlockLists)
-        bias, query = rows.weights.log(), rows.query[:, :, : lists.blocks] * call.query.shape[-1] ** -0.5
-        near, near_lse = attend_to_lists(query, rows.key, rows.value, bias, lists)
-        log_weight, correction = pooled.log_weight[:, :, None], None
-        if call.far == "second-order":
-            log_weight = log_weight + pooled.gain
-            per_stretch = blocks_per_state(lists.key_block_size)
-            states = stretch_states(pooled, rows.value[:, :, : lists.key_blocks], per_stretch)
-            mixing = content_mixing(pooled.logits + log_weight, lists.keys, per_stretch)
-            correction = read_mixed(query, mixing, states)
-        far, far_lse = attend_to_pooled(query, pooled, log_weight, lists)
-        parts = _Parts(near, near_lse, far, far_lse, correction)
-        if call.pooled_bias is None:
-            with torch.no_grad():
-                call = _fitted(call, query, rows, bias, parts)
-        return call, parts
-
-
+@torch.no_grad()
 def choose_by_content(rule: ContentRule, pooled: Pooled, far: Far) -> torch.Tensor:
     """Choose, for every query block, the key blocks that means, spread and states approximate worst.
 
@@ -331,65 +326,31 @@ def choose_by_content(rule: ContentRule, pooled: Pooled, far: Far) -> torch.Tens
     return scores.topk(length, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def _fitted(call: SparseCall, query: torch.Tensor, rows: Rows, bias: torch.Tensor, parts: _Parts) -> SparseCall:
-    """Return the call with β and γ fitted on some of its queries, against softmax over all keys.
-
-    Args:
-        call: the call.
-        query: as :func:`attend_to_lists` takes it.
-        rows: of the call.
-        bias: logs of the weights of all keys.
-        parts: of all queries.
-    """
-    some = fitting_rows(math.prod(call.grid), query.device)
-    # constants in forward mode too, which no_grad does not switch off
-    query, rows, bias = query.detach(), Rows(*(x.detach() for x in rows)), bias.detach()
-    parts = _Parts(*(None if x is None else x.detach() for x in parts))  # type: ignore[arg-type]
-    near, near_lse, far, far_lse = (x.flatten(2, 3)[:, :, some] for x in parts[:4])
-    correction = None if parts.correction is None else parts.correction.flatten(2, 3)[:, :, some]
-    mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
-    truth = scaled_dot_product(
-        query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), mask, scale=1.0
-    )
-    pooled_bias, state_weight = best_weights(truth, near, near_lse, far, far_lse, correction)
-    return replace(call, pooled_bias=pooled_bias, state_weight=None if parts.correction is None else state_weight)
-
-
 def best_weights(
     truth: torch.Tensor,
-    near: torch.Tensor,
-    near_lse: torch.Tensor,
-    far: torch.Tensor,
-    far_lse: torch.Tensor,
-    correction: torch.Tensor | None,
+    listed: torch.Tensor,
+    listed_lse: torch.Tensor,
+    pooled: torch.Tensor,
+    pooled_lse: torch.Tensor,
+    of_states: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """β of those tried, and its γ, with the least squared error of the output: (...) each.
 
-    With σ the far share, r = (1 − σ) near + σ far − truth and c the correction, the error Σ (r + γ σ c)² is least at
-    γ = −Σ σ c·r / Σ σ² c·c, here held within 0 and 1.5.
-
-    Args:
-        truth: softmax attention's output, (..., queries, D).
-        near: of the listed blocks.
-        near_lse: (..., queries).
-        far: of the pooled keys without β.
-        far_lse: (..., queries).
-        correction: what is read from mixed states, like ``near``; None for nothing, whose γ is 0.
+    With σ the pooled share, r = (1 − σ) listed + σ pooled − truth and c what is read from states, the error
+    Σ (r + γ σ c)² is least at γ = −Σ σ c·r / Σ σ² c·c, here held within 0 and 1.5. Outputs are (..., queries, D), LSE
+    (..., queries), pooled without β; without states γ is 0.
     """
     candidates = torch.linspace(*BIASES, device=truth.device, dtype=truth.dtype)
-    share = torch.sigmoid(far_lse[..., None] + candidates - near_lse[..., None])
-
-    def inner(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return (left * right).sum(dim=-1, keepdim=True)
-
-    near, far = near - truth, far - truth
+    share = torch.sigmoid(pooled_lse[..., None] + candidates - listed_lse[..., None])
     rest = 1 - share
-    errors = rest.square() * inner(near, near) + 2 * share * rest * inner(near, far) + share.square() * inner(far, far)
+    parts = torch.stack([listed - truth, pooled - truth, *([] if of_states is None else [of_states])])
+    inner = (parts[:, None] * parts).sum(dim=-1)[..., None]  # of every two parts: (..., queries, 1)
+    errors = rest.square() * inner[0, 0] + 2 * share * rest * inner[0, 1] + share.square() * inner[1, 1]
     errors = errors.sum(dim=-2)
     weights = torch.zeros_like(errors)
-    if correction is not None:
-        pull = (share * (rest * inner(correction, near) + share * inner(correction, far))).sum(dim=-2)
-        size = (share.square() * inner(correction, correction)).sum(dim=-2)
+    if of_states is not None:
+        pull = (share * (rest * inner[2, 0] + share * inner[2, 1])).sum(dim=-2)
+        size = (share.square() * inner[2, 2]).sum(dim=-2)
         weights = (-pull / size.clamp_min(torch.finfo(size.dtype).tiny)).clamp(0, MOST_STATE_WEIGHT)
         errors = errors + 2 * weights * pull + weights.square() * size
     best = errors.argmin(dim=-1)
@@ -406,207 +367,124 @@ def fitting_rows(count: int, device: torch.device) -> torch.Tensor:
 # Attending, some blocks at a time
 
 
-def attend_to_all(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """Softmax attention of (B, Q, H, D) to all of (B, K, H, D), with weights of the keys (B, K)."""
-    bias = None if mask is None else mask.to(query.dtype).log()[:, None, None]
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return scaled_dot_product(query, key, value, bias).transpose(1, 2)
-
-
-def scaled_dot_product(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``, with every derivative that is asked for.
-
-    PyTorch's fused kernels have neither forward nor second derivatives, so these come from its plain operations.
-    """
-    if is_transformed():
-        return _unfused(query, key, value, bias, scale)
-    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    if not output.requires_grad or torch.compiler.is_compiling():
-        return output
-    found: torch.Tensor = _TwiceDifferentiable.apply(output, query, key, value, bias, scale)  # type: ignore[no-untyped-call]
-    return found
-
-
-def _unfused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float | None
-) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-
-
-class _TwiceDifferentiable(torch.autograd.Function):
-    """The output of a fused kernel, whose gradient is the kernel's unless that is to be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-        return output.clone()  # a view could not be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return gradients[0], *(None,) * 5
-        # views: one input may be computed from another, and these gradients must not flow that way
-        inputs: list[Any] = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
-        with without_autocast(inputs[0].device):
-            output = _unfused(inputs[0], inputs[1], inputs[2], inputs[3], ctx.scale)
-        wanted = [x for x in inputs if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(output, wanted, gradients[0].to(output.dtype), create_graph=True))
-        return None, *(next(found) if x is not None and x.requires_grad else None for x in inputs), None
-
-
-def softmax_attention(call: SparseCall) -> torch.Tensor:
-    """Attend to everything by :func:`torch.nn.functional.scaled_dot_product_attention`: (B, N, H, D)."""
-    query, key = (rotated(x, call.rotary) for x in (call.query, call.key))
-    return attend_to_all(query, key, call.value, call.key_mask).to(call.query.dtype)
-
-
-def attend_to_lists(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, lists: BlockLists
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the keys of listed blocks and of all extra blocks.
-
-    Args:
-        query: (B, H, T, L, D), scaled.
-        key: (B, H, K + E, L', D).
-        value: like ``key``.
-        bias: (1 or B, 1 or H, K + E, L'), log of a key's weight, −∞ where there is no token.
-        lists: of T query blocks and K key blocks.
-
-    Returns:
-        Output (B, H, T, L, D) and LSE (B, H, T, L); 0 and ``EMPTY`` where there is nothing to attend to.
-    """
-    batch, heads, _, length, _ = query.shape
-    extra = torch.arange(lists.key_blocks, key.shape[2], device=query.device)
-    entries = torch.cat([lists.keys, extra.expand(*lists.keys.shape[:-1], -1)], dim=-1)
-    if not entries.shape[-1]:  # a softmax over nothing is not defined
-        entries = torch.nn.functional.pad(entries, (0, 1), value=-1)
-    by_head = key, value, bias.expand(batch, heads, -1, -1)
-    output, lse = _in_parts(_listed, query, entries, by_head, length * entries.shape[-1] * key.shape[3])
-    return output, lse
-
-
-def attend_to_pooled(
-    query: torch.Tensor, pooled: Pooled, log_weight: torch.Tensor, lists: BlockLists
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the means of all blocks that are not listed, without β.
-
-    Args:
-        query: as :func:`attend_to_lists` takes it.
-        pooled: of the blocks.
-        log_weight: (1 or B, 1 or H, 1 or T, K), added to the logits, log w_ac.
-        lists: blocks that are left out.
-
-    Returns:
-        As :func:`attend_to_lists`.
-    """
-    bias = log_weight.expand(*query.shape[:3], -1).masked_fill(mask_of_lists(lists.keys, lists.key_blocks), EMPTY)
-    by_head = pooled.key, pooled.value
-    output, lse = _in_parts(_pooled, query, bias, by_head, query.shape[3] * lists.key_blocks)
-    return output, lse
-
-
-def read_mixed(query: torch.Tensor, mixing: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Mix the states and read them by the queries of every block: like ``query``.
-
-    Args:
-        query: (B, H, T, L, D), scaled.
-        mixing: (B, H, T, stretches).
-        states: (B, H, stretches, D, D).
-    """
-    (output,) = _in_parts(_mixed, query, mixing, (states,), states.shape[-1] ** 2)
-    return output
-
-
-def _in_parts(
+def in_parts(
     attend: Callable[..., tuple[torch.Tensor, ...]],
     query: torch.Tensor,
-    by_block: torch.Tensor,
-    by_head: Sequence[torch.Tensor],
+    by_block: Sequence[torch.Tensor | None],
+    by_head: Sequence[torch.Tensor | None],
     of_block: int,
 ) -> list[torch.Tensor]:
-    """Attend some query blocks of some heads at a time, so that few logits are formed at once.
+    """Attend with some query blocks of some heads at a time, so that few logits are formed at once.
 
     In the backward pass these are formed again, so that none are kept.
+
+    Args:
+        attend: takes the parts of all tensors, with heads and samples as one axis.
+        query: (B, H, T, L, D).
+        by_block: (B, H, T, ...); None is handed on.
+        by_head: (B, H, ...), likewise.
+        of_block: logits of one query block.
     """
-    batch, blocks = len(query), query.shape[2]
+    shape, by_block = query.shape[:3], (query, *by_block)
     logits = _LOGITS if query.device.type == "cpu" else _DEVICE_LOGITS
-    groups_at_once = max(1, logits // max(1, of_block * blocks))
-    at_once = max(1, min(blocks, logits // max(1, of_block)))
-    groups = (x.flatten(0, 1).split(groups_at_once) for x in (query, by_block.expand(batch, -1, -1, -1), *by_head))
-    found: list[tuple[torch.Tensor, ...]] = []
-    for q, here, *keys in zip(*groups, strict=True):
-        for part in zip(q.split(at_once, dim=1), here.split(at_once, dim=1), strict=True):
-            if torch.is_grad_enabled() and not is_transformed():  # transforms know no checkpoints
-                results = checkpoint(attend, *part, *keys, use_reentrant=False, preserve_rng_state=False)
-            else:
-                results = attend(*part, *keys)
-            found.append(tuple(x.flatten(0, 1) for x in results))
-    shape = query.shape[:3]
-    return [torch.cat(x).unflatten(0, shape) for x in zip(*found, strict=True)]
+    groups_at_once = max(1, logits // max(1, of_block * shape[2]))
+    at_once = max(1, min(shape[2], logits // max(1, of_block)))
+    groups = [repeat(None) if x is None else x.flatten(0, 1).split(groups_at_once) for x in (*by_block, *by_head)]
+    parts: list[tuple[torch.Tensor, ...]] = []
+    outputs: list[torch.Tensor] = []
+    first = 0
+    for group in zip(*groups, strict=False):
+        of_heads = group[len(by_block) :]
+        cut = [repeat(None) if x is None else x.split(at_once, dim=1) for x in group[: len(by_block)]]
+        for part in zip(*cut, strict=False):
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(attend, *part, *of_heads, use_reentrant=False, preserve_rng_state=False))
+                continue
+            found = attend(*part, *of_heads)
+            outputs = outputs or [x.new_empty(shape.numel(), *x.shape[2:]) for x in found]
+            last = first + found[0].shape[0] * found[0].shape[1]
+            for output, x in zip(outputs, found, strict=True):
+                output[first:last] = x.flatten(0, 1)
+            first = last
+    outputs = outputs or [torch.cat([x.flatten(0, 1) for x in all_parts]) for all_parts in zip(*parts, strict=True)]
+    return [x.unflatten(0, shape) for x in outputs]
 
 
-def _listed(
-    query: torch.Tensor, lists: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for query blocks (g, q, L, D), their lists (g, q, n) and all keys of their heads (g, K + E, L', D)."""
+def _attend_part(
+    query: torch.Tensor,
+    lists: torch.Tensor,
+    log_weight: torch.Tensor,
+    mixing: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    mean_key: torch.Tensor,
+    mean_value: torch.Tensor,
+    states: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Attend to listed blocks, to means, and read mixed states: output and LSE of each, of states no LSE.
+
+    Query blocks (g, q, L, D), their lists (g, q, n), what is added to logits of means (g, q, K) and mixing
+    (g, q, stretches); of their heads all keys (g, K + E, L', D), logs of the keys' weights (g, K + E, L'), means
+    (g, K, D) and states (g, stretches, D, D).
+    """
     groups, count, rows, _ = key.shape
-    listed = (lists.clamp_min(0) + torch.arange(groups, device=lists.device)[:, None, None] * count).flatten()
+    places = (lists.clamp_min(0) + torch.arange(groups, device=lists.device)[:, None, None] * count).flatten()
     key, value, bias = (
-        x.flatten(0, 1).index_select(0, listed).view(*lists.shape, *x.shape[2:]).flatten(2, 3)
+        x.flatten(0, 1).index_select(0, places).view(*lists.shape, *x.shape[2:]).flatten(2, 3)
         for x in (key, value, bias)
     )
     bias = bias.masked_fill((lists < 0).repeat_interleave(rows, dim=-1), EMPTY).clamp_min(EMPTY)
-    return _softmax(query, key, value, bias)
-
-
-def _pooled(
-    query: torch.Tensor, bias: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for the means of their heads (g, K, D), with what is added to logits, (g, q, K)."""
-    return _softmax(query, key[:, None], value[:, None], bias)
-
-
-def _mixed(query: torch.Tensor, mixing: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor]:
-    """Read (g, q, L, D) from states (g, s, D, D) that are mixed by (g, q, s)."""
+    listed = softmax_of(query, key, value, bias)
+    pooled = softmax_of(query, mean_key[:, None], mean_value[:, None], log_weight)
+    if mixing is None or states is None:
+        return *listed, *pooled
     mixed = product(mixing, states.flatten(2)).unflatten(2, states.shape[2:])
-    return (product(query, mixed),)
+    return *listed, *pooled, product(query, mixed)
 
 
-def _softmax(
+def softmax_of(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with blocks (g, q, L, D) to keys (g, q or 1, n, D), with what is added to logits, (g, q, n).
 
     On a CPU, without gradients, large blocks have the kernel of scaled_dot_product_attention, which keeps no logits.
+
+    Returns:
+        Output (g, q, L, D) and LSE (g, q, L); 0 and ``EMPTY`` where there is nothing to attend to.
     """
-    is_plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed())
+    is_plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     if query.device.type == "cpu" and is_plain and query.shape[2] >= _KERNEL_ROWS:
         shape = query.shape[:2]
         by_block = [x.expand(*shape, -1, -1).flatten(0, 1)[:, None] for x in (query, key, value)]
         mask = None
         if bool(bias.any()):  # else the kernel is faster without one
-            mask = bias[:, :, None].expand(-1, -1, query.shape[2], -1).flatten(0, 1)[:, None]
+            mask = bias[:, :, None].expand(*shape, query.shape[2], -1).flatten(0, 1)[:, None]
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*by_block, attn_mask=mask, scale=1.0)
         output, lse = output.view(query.shape), lse.view(query.shape[:-1])
+    elif key.shape[1] == 1:  # one product of all blocks, since a broadcast one would copy the keys for each
+        logits = product(query.flatten(1, 2)[:, None], key.mT).view(*query.shape[:-1], -1) + bias[:, :, None]
+        lse = logits.logsumexp(dim=-1)
+        output = product(logits.softmax(dim=-1).flatten(1, 2)[:, None], value).view_as(query)
     else:
-        if key.shape[1] == 1:  # one product of all blocks, since a broadcast one would copy the means for each
-            logits = product(query.flatten(1, 2)[:, None], key.mT).view(*query.shape[:-1], -1) + bias[:, :, None]
-        else:
-            logits = product(query, key.mT) + bias[:, :, None]
-        lse, weights = logits.logsumexp(dim=-1), logits.softmax(dim=-1)
-        if key.shape[1] == 1:
-            output = product(weights.flatten(1, 2)[:, None], value).view_as(query)
-        else:
-            output = product(weights, value)
+        logits = product(query, key.mT) + bias[:, :, None]
+        lse, output = logits.logsumexp(dim=-1), product(logits.softmax(dim=-1), value)
     is_empty = lse < EMPTY / 2
     return output.masked_fill(is_empty[..., None], 0), lse.masked_fill(is_empty, EMPTY)
+
+
+def softmax_attention(call: Call, of_extra: bool = False) -> torch.Tensor:
+    """Attend to everything by ``torch.nn.functional.scaled_dot_product_attention``: (B, N, H, D).
+
+    ``of_extra``: with the extra tokens alone, those before the grid first, and sums in the type of sums.
+    """
+    query, key, value = call.query, call.key, call.value
+    if of_extra:
+        query, key, value = (x.to(sum_dtype(x.dtype)) for x in (query, key, value))
+    query, key = rotated(query, call.rotary), rotated(key, call.rotary)
+    if of_extra:
+        query = call.extra_last(query)[:, math.prod(call.grid) :]
+    bias = None if call.key_mask is None else call.key_mask.to(query.dtype).log()[:, None, None]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    return output.transpose(1, 2).to(call.query.dtype)

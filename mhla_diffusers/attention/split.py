@@ -19,7 +19,6 @@ from torch.distributed import _functional_collectives as collectives
 from .api import backend_for, check_call
 from .call import MHLACall
 from .precision import without_autocast
-from .rope import in_all_rows, steady
 
 
 def share_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
@@ -30,7 +29,7 @@ def share_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def attend_split(call: MHLACall, group: dist.ProcessGroup, backend: str = "auto") -> torch.Tensor:
-    """Attend with the tokens of this process to those of all.
+    """Attend with the tokens of this process to those of all: (B, N, H, D) in the type of ``query``.
 
     Differentiable; the gradients that the processes get add up to that of one process.
 
@@ -38,9 +37,6 @@ def attend_split(call: MHLACall, group: dist.ProcessGroup, backend: str = "auto"
         call: with the own N tokens and the grid of all.
         group: the processes, in the order of their tokens.
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-
-    Returns:
-        (B, N, H, D) in the type of ``query``; computed in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: causal attention, extra tokens or a mask; another number of tokens than the process's share; or what
@@ -58,7 +54,7 @@ def attend_split(call: MHLACall, group: dist.ProcessGroup, backend: str = "auto"
             f"This process's share of the token grid {call.grid} is {count} tokens, but query has N={tokens}; split "
             "the tokens as torch.Tensor.tensor_split does."
         )
-    call = replace(call, first=first, rotary=steady(in_all_rows(call.rotary, tokens)))
+    call = replace(call, first=first)
     chosen = backend_for(call, backend)
     with without_autocast(call.query.device):
         states: torch.Tensor = _Sum.apply(chosen.states(call), group)  # type: ignore[no-untyped-call]

@@ -8,13 +8,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
 
 from ..errors import check_choice
-from .api import BACKENDS, backend_for, check_call, check_causal, empty_output
+from .api import BACKENDS, backend_for, check_call, empty_output
 from .call import Backend, MHLACall
 from .causal import (
     Causal,
@@ -23,16 +22,15 @@ from .causal import (
     causal_attention,
     has_own_part,
     least_mask,
+    least_mixing,
     own_softmax,
     part_of,
     see_nothing,
     with_causal_mixing,
 )
-from .feature_maps import get_feature_map
 from .layout import check_layout, frame_block_starts
-from .merge import least_mixing
 from .precision import sum_dtype, without_autocast
-from .rope import Rotary, in_all_rows, rotated
+from .rope import Rotary, rotated
 
 Beyond = Literal["error", "relative"]
 
@@ -52,10 +50,9 @@ class MHLAState:
         grid: token grid of the longest sequence, or with ``beyond="relative"`` of what was trained.
         blocks: block count per axis; the product is M.
         causal: "token" or "block".
-        beyond: what comes behind the grid's last token: "error", or "relative", by which a later block sees what the
-            last one of the matrix sees, by how far back it lies, and all that lies farther back counts as one block,
-            the mean of its states (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of
-            one length, or more, along the first axis.
+        beyond: what comes behind the grid's last token: "error", or "relative", by which later blocks see what the last
+            one of the matrix sees (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of one
+            length, or more, along the first axis.
         backend: see :func:`mhla_attention`.
         **settings: feature_map, rope, normalize, eps, output_norm and linear_weight of :func:`mhla_attention`.
 
@@ -74,14 +71,9 @@ class MHLAState:
         backend: str = "auto",
         **settings: Any,
     ) -> None:
-        self.grid, self.blocks = check_layout(grid, blocks, is_causal=True)
-        check_causal(causal, self.grid)
+        self.grid, self.blocks = check_layout(grid, blocks)
         check_choice("backend", backend, BACKENDS)
         check_choice("beyond", beyond, get_args(Beyond))
-        get_feature_map(settings.get("feature_map", "relu"))
-        unknown = set(settings) - {"feature_map", "rope", "normalize", "eps", "output_norm", "linear_weight"}
-        if unknown:
-            raise TypeError(f"MHLAState got unknown arguments {', '.join(sorted(unknown))}.")
         if beyond == "relative" and (self.blocks[0] < 2 or self.grid[0] % self.blocks[0]):
             raise ValueError(
                 "beyond='relative' needs at least two blocks of equal length, but the first axis of the grid "
@@ -91,6 +83,8 @@ class MHLAState:
         self.mixing, self.settings = mixing, settings
         self.length = 0
         """Tokens so far."""
+        # first token of every frame block of the grid, and the end of the last one
+        self._starts = frame_block_starts(self.grid, self.blocks)
         # (B, H, F, blocks of a frame block, D + normalize, D) of the frame blocks that are over, oldest first; behind
         # the matrix's last frame block the oldest is a sum, which _row_of divides
         self._closed: torch.Tensor | None = None
@@ -103,11 +97,6 @@ class MHLAState:
         self._weights: torch.Tensor | None = None
         # (B, 1): samples of whose keys all were masked so far; None for none
         self._unseen: torch.Tensor | None = None
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """First token of every frame block of the grid, and the end of the last one."""
-        return frame_block_starts(self.grid, self.blocks)
 
     def step(
         self,
@@ -165,7 +154,6 @@ class MHLAState:
         self._check(query)
         if query.numel() == 0:
             return empty_output(call)
-        call = replace(call, rotary=in_all_rows(rotary, query.shape[1]))
         backend = backend_for(call, self.backend)
         with without_autocast(query.device):  # states and their mixtures stay as precise as they are kept
             if self._earlier is None and not torch.is_grad_enabled():

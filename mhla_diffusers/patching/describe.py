@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..attention.costs import AttentionSizes
-from ..attention.layout import block_count, check_grid, smallest_and_largest
+from ..attention.layout import block_count, block_sizes, check_grid
 from ..config import USUAL_STEPS, CausalConfig, LinearConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import from_to, scaled, text_table, times
@@ -56,7 +56,8 @@ class LayerDescription:
         if self.grid is None or not isinstance(self.config, LinearConfig):
             return None
         grid = self.config.grid_from(self.grid) if isinstance(self.config, CausalConfig) else self.grid
-        return smallest_and_largest(grid, self.config.blocks_on(self.grid))
+        sizes = block_sizes(grid, self.config.blocks_on(self.grid))
+        return min(sizes), max(sizes)
 
     @property
     def residual_bytes(self) -> int:

@@ -5,18 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from mhla_diffusers.attention import (
-    MHLACall,
-    MHLAState,
-    feature_map_names,
-    get_feature_map,
-    initial_mixing,
-    mhla_attention,
-    reference_weights,
-    register_feature_map,
-    sparse_attention,
-)
+from mhla_diffusers.attention import MHLAState, initial_mixing, mhla_attention, sparse_attention
 
 from ..refusals import refused
 from .problems import BACKENDS, errors_against_reference, make_problem
@@ -35,17 +26,6 @@ def test_plain_linear_attention_is_a_special_case(init):
     torch.testing.assert_close(mhla_attention(query, key, value, mixing, grid, blocks), expected)
 
 
-def test_rank_bound_and_that_mixing_exceeds_the_head_dim():
-    problem = make_problem((8, 8), (4, 2), batch=1, heads=1, head_dim=4)
-    arguments = {name: problem.tensors[name] for name in ("query", "key", "value")}
-    mixed, plain = (
-        reference_weights(MHLACall(**arguments, mixing=mixing, grid=(8, 8), blocks=blocks))[0, 0]
-        for mixing, blocks in ((torch.rand(8, 8), (4, 2)), (torch.ones(1, 1), (1, 1)))
-    )
-    assert torch.linalg.matrix_rank(plain, rtol=1e-10) <= 4
-    assert 4 < torch.linalg.matrix_rank(mixed, rtol=1e-10) <= 8 * 4
-
-
 def test_a_key_mask_is_the_same_as_leaving_the_tokens_out():
     problem = make_problem((12,), (3,), batch=1)
     query, key, value, mixing = problem.tensors.values()
@@ -55,41 +35,6 @@ def test_a_key_mask_is_the_same_as_leaving_the_tokens_out():
     left = [x[:, keep[0]] for x in (query, key, value)]
     shorter = mhla_attention(*left, mixing, (9,), (3,))
     torch.testing.assert_close(masked[:, keep[0]], shorter, rtol=1e-5, atol=1e-6)
-
-
-def test_a_registered_feature_map_is_used():
-    register_feature_map("square", lambda x, eps: x.square() + eps)
-    assert "square" in feature_map_names()
-    query, key, value, mixing = make_problem((12,), (3,)).tensors.values()
-    squared = mhla_attention(query, key, value, mixing, (12,), (3,), feature_map="square")
-    direct = mhla_attention(query.square(), key.square(), value, mixing, (12,), (3,), feature_map="relu")
-    torch.testing.assert_close(squared, direct)
-
-
-CELL = """
-def cube(x, eps):
-    return x.abs() ** 3 + eps * {factor}
-register_feature_map("cube", cube)
-register_feature_map("one", lambda x, eps: x * 0 + 1)
-"""
-
-
-def scaled(factor):
-    return lambda x, eps: factor * x.relu() + eps
-
-
-def test_a_notebook_cell_that_registers_feature_maps_runs_again():
-    """Another function of the same name is refused, also one that differs in what it encloses alone."""
-    names = {"register_feature_map": register_feature_map, "__name__": "__main__"}
-    for factor in (1, 1, 2):
-        exec(compile(CELL.format(factor=factor), f"cell-{factor}", "exec"), names)
-    assert float(get_feature_map("cube")(torch.zeros(1), 0.25)) == 0.5, "that of the latest run"
-    for _ in range(2):
-        register_feature_map("sharp", torch.nn.functional.softplus)
-    register_feature_map("scaled", scaled(2))
-    for name, function in {"cube": get_feature_map("relu"), "scaled": scaled(3)}.items():
-        with refused(name):
-            register_feature_map(name, function)
 
 
 INTEGERS = {
@@ -217,3 +162,15 @@ def test_bits_do_not_depend_on_whether_the_mixing_matrix_takes_gradients(normali
             for learns in (False, True)
         )
     assert torch.equal(frozen, learnable)
+
+
+@pytest.mark.parametrize("attend", [mhla_attention, sparse_attention])
+def test_forward_mode_and_transforms_are_refused(attend):
+    """Custom operators would lose their tangents without a word."""
+    problem = make_problem((12,), (3,))
+    query, key, value, mixing = problem.tensors.values()
+    rest = (mixing, (12,), (3,)) if attend is mhla_attention else ((12,),)
+    with refused("torch.func", error=NotImplementedError):
+        torch.func.grad(lambda x: attend(x, key, value, *rest).sum())(query)
+    with refused("forward-mode", error=NotImplementedError), forward_ad.dual_level():
+        attend(forward_ad.make_dual(query, key), key, value, *rest)

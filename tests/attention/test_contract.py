@@ -162,25 +162,6 @@ def test_views_give_what_copies_give_and_are_not_changed(kind, strided, backend)
     assert all(map(torch.equal, views, before))
 
 
-@pytest.mark.parametrize("how", ["in place", ".data", "NumPy"])
-def test_rotary_tables_that_were_rewritten_are_read_again(how):
-    problem = problem_of("MHLA")
-    tables = problem.options["rotary"]
-    before = problem.attend()
-    for table in tables:
-        {"in place": table, ".data": table.data, "NumPy": torch.from_numpy(table.numpy())}[how].copy_(table.flip(1))
-    expected = problem.attend(rotary=tuple(table.clone() for table in tables))
-    assert torch.equal(problem.attend(), expected) and not torch.equal(before, expected)
-
-
-@pytest.mark.parametrize("kind", ["MHLA", "causal by token", "lists"])
-def test_rotary_tables_of_one_row_are_those_of_all_tokens(kind):
-    problem = problem_of(kind)
-    one = tuple(table[:, 5:6] for table in problem.options["rotary"])
-    whole = tuple(table.expand(-1, problem.tensors["query"].shape[1], -1, -1).clone() for table in one)
-    torch.testing.assert_close(problem.attend(rotary=one), problem.attend(rotary=whole))
-
-
 @by_backend
 def test_activation_checkpointing(backend):
     problem = problem_of("MHLA", batch=1).to()

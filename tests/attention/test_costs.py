@@ -7,9 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers import CausalConfig, SparseConfig
-from mhla_diffusers.attention import SparseCall, initial_mixing, mhla_attention
+from mhla_diffusers.attention import SparseCall, attend, initial_mixing, mhla_attention
 from mhla_diffusers.attention.costs import AttentionSizes
-from mhla_diffusers.attention.sparse import pool, read_mixed, stretch_states, uniform_rows
 
 from ..refusals import refused
 
@@ -27,27 +26,27 @@ def counted(extra):
 def test_extra_tokens_beside_mhla():
     """MHLA costs what it does without them."""
     sizes = AttentionSizes(256, HEADS, DIM, 4, extra=64)
-    assert counted(64) - counted(0) == sizes.listed_flops == 4 * DIM * sizes.listed_pairs
+    assert counted(64) - counted(0) == 4 * DIM * sizes.listed_pairs
     assert sizes.listed_pairs == HEADS * (2 * 256 * 64 + 64**2)
-    assert sizes.flops == sizes.linear_flops + sizes.listed_flops
+    assert sizes.flops == sizes.linear_flops + 4 * DIM * sizes.listed_pairs
     assert sizes.linear_flops == AttentionSizes(256, HEADS, DIM, 4).flops
 
 
 def test_what_is_read_from_states_costs_states_mixing_and_reading():
-    """On a grid that blocks and stretches divide; the matrix of the mixing is made of logits of means alone."""
-    config = SparseConfig(density=0.3, block_size=16, key_block_size=4, order="curve")
-    query, key, value = torch.empty(3, 1, 256, HEADS, DIM, device="meta")
-    call = SparseCall(query=query, key=key, value=value, grid=GRID, sparse=config.rule_on(GRID))
-    rows = uniform_rows(call, call.sparse)
-    pooled = pool(call, call.sparse, rows)
-    mixing = torch.empty(1, HEADS, 16, 64, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        read_mixed(rows.query, mixing, stretch_states(pooled, rows.value, 1))
-    sizes = config.sizes_on(GRID, HEADS, DIM)
-    assert (sizes.blocks, sizes.mixtures, sizes.pooled_keys) == (64, 16, 64)
-    assert counter.get_total_flops() == sizes.linear_flops
-    without = SparseConfig(density=0.3, block_size=16, key_block_size=4, far="means").sizes_on(GRID, HEADS, DIM)
-    assert sizes.flops - without.flops == sizes.linear_flops
+    """Against attention through means alone, on a grid that blocks and stretches divide."""
+    flops, sizes = {}, {}
+    for far in ("second-order", "means"):
+        config = SparseConfig(density=0.3, block_size=16, key_block_size=4, order="curve", far=far)
+        query, key, value = torch.empty(3, 1, 256, HEADS, DIM, device="meta")
+        weights = {"pooled_bias": torch.empty(HEADS, device="meta")}
+        weights |= {"state_weight": torch.empty(HEADS, device="meta")} if far == "second-order" else {}
+        call = SparseCall(query=query, key=key, value=value, grid=GRID, sparse=config.rule_on(GRID), far=far, **weights)
+        with FlopCounterMode(display=False) as counter:
+            attend(call)
+        flops[far], sizes[far] = counter.get_total_flops(), config.sizes_on(GRID, HEADS, DIM)
+    own = sizes["second-order"]
+    assert (own.blocks, own.mixtures, own.pooled_keys) == (64, 16, 64)
+    assert flops["second-order"] - flops["means"] == own.linear_flops == own.flops - sizes["means"].flops
 
 
 def test_all_pairs_listed_is_what_softmax_attention_costs():

@@ -20,7 +20,6 @@ from mhla_diffusers.attention import (
 from mhla_diffusers.attention.layout import frame_block_starts
 from mhla_diffusers.attention.mixing import causal_mixing
 
-from ..refusals import refused
 from .problems import BACKENDS, BEFORE, Problem, drawn_problems, make_problem, reference, relative_error
 from .test_eager import CAUSAL_OPTIONS
 
@@ -330,8 +329,3 @@ def test_rows_of_an_extended_mixing_matrix():
         torch.testing.assert_close(longer[row, : row + 1], mixing[3, 3 - distance] * shares)
         torch.testing.assert_close(longer[row].sum(), mixing[3].sum())  # the past weighs as much as in the last row
         assert not longer[row, row + 1 :].any()
-
-
-def test_settings_that_are_not_of_a_state():
-    with refused("sparse", error=TypeError):
-        new_state(sparse=None)

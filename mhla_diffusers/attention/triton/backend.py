@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..call import MHLACall, SparseCall
-from ..derivatives import is_transformed
 from .tiles import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
@@ -38,8 +37,6 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
         return f"the head dim is {head_dim}; at most {MAX_HEAD_DIM} is allowed"
     if feature_map not in FEATURE_MAPS:
         return f"its kernels know the feature maps {', '.join(FEATURE_MAPS)} and not {feature_map!r}"
-    if is_transformed():
-        return "its kernels support neither forward-mode derivatives nor transforms of torch.func; one is active"
     if (error := _import_error()) is not None:
         return f"its kernels cannot be imported ({error})"
     return None

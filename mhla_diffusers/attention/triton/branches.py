@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..blocks import in_order
-from ..call import BlockLists, MHLACall, SparseCall, list_length
+from ..blocks import in_order, list_length
+from ..call import BlockLists, MHLACall, SparseCall
 from ..causal import Own, block_runs, joined
 from ..causal import own_block as own_block_of_features
 from ..precision import product

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from ..derivatives import NAMESPACE, is_transformed
+from ..blocks import NAMESPACE
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -23,11 +23,6 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def on_device(*arguments: Any) -> Any:
-            if is_transformed():  # a custom operator would drop the tangents
-                raise NotImplementedError(
-                    "The Triton kernels support neither forward-mode derivatives nor transforms of torch.func; use "
-                    'backend="eager" under torch.func.jvp and the like.'
-                )
             device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 return function(*arguments)

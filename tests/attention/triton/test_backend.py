@@ -3,14 +3,11 @@
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from mhla_diffusers.attention import BlockLists, mhla_attention, register_feature_map, sparse_attention
-from mhla_diffusers.attention.triton import states
 from mhla_diffusers.attention.triton.backend import why_not
 
 from ...refusals import refused
@@ -32,33 +29,6 @@ def test_auto_takes_eager_on_the_cpu():
     found = run(backend="auto")
     torch.manual_seed(0)
     assert torch.equal(found, run(backend="eager"))
-
-
-@pytest.mark.parametrize("transform", ["jvp", "dual_level", "grad"])
-def test_derivatives_that_the_kernels_lack_are_refused(transform):
-    """A custom operator drops tangents without a word; so no operator runs then, and auto takes eager."""
-    x = torch.randn(1, 24, 1, 8, device=DEVICE)
-
-    def attend(x, backend="triton"):
-        return mhla_attention(x, x, x, **LAYOUT, backend=backend).sum()
-
-    def differentiate(function):
-        if transform == "jvp":
-            return torch.func.jvp(function, (x,), (x,))[1]
-        if transform == "grad":
-            return torch.func.grad(function)(x)
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
-
-    with refused("forward-mode", 'backend="eager"'):
-        differentiate(attend)
-    auto, eager = (differentiate(partial(attend, backend=backend)) for backend in ("auto", "eager"))
-    torch.testing.assert_close(auto, eager)
-    if transform == "grad":  # PyTorch itself refuses custom operators
-        return
-    place = [4, 6], [2, 2], 0, "relu", 1e-6, False, True
-    with refused('backend="eager" under torch.func.jvp', error=NotImplementedError):
-        differentiate(lambda x: states.block_states(x, x, None, None, *place)[0].sum())
 
 
 def test_a_feature_map_of_the_user_is_refused_and_runs_with_auto():
