@@ -12,31 +12,6 @@ from mhla_diffusers.attention import MHLAState, initial_mixing, mhla_attention, 
 from ..refusals import refused
 from .problems import BACKENDS, errors_against_reference, make_problem
 
-
-@pytest.mark.parametrize("init", ["one block", "equal entries"])
-def test_plain_linear_attention_is_a_special_case(init):
-    grid = (6, 8)
-    query, key, value = (make_problem(grid, (1, 1)).tensors[name].double() for name in ("query", "key", "value"))
-    phi_q, phi_k = query.relu() + 1e-6, key.relu() + 1e-6
-    summary = torch.einsum("bkhd,bkhe->bhde", phi_k, value)
-    expected = torch.einsum("bqhd,bhde->bqhe", phi_q, summary)
-    expected = expected / torch.einsum("bqhd,bhd->bqh", phi_q, phi_k.sum(dim=1)).unsqueeze(-1)
-    blocks = (1, 1) if init == "one block" else (3, 2)
-    mixing = initial_mixing(blocks, "uniform").double()
-    torch.testing.assert_close(mhla_attention(query, key, value, mixing, grid, blocks), expected)
-
-
-def test_a_key_mask_is_the_same_as_leaving_the_tokens_out():
-    problem = make_problem((12,), (3,), batch=1)
-    query, key, value, mixing = problem.tensors.values()
-    keep = torch.ones(1, 12, dtype=torch.bool)
-    keep[:, [3, 7, 11]] = False
-    masked = mhla_attention(query, key, value, mixing, (12,), (3,), key_mask=keep)
-    left = [x[:, keep[0]] for x in (query, key, value)]
-    shorter = mhla_attention(*left, mixing, (9,), (3,))
-    torch.testing.assert_close(masked[:, keep[0]], shorter, rtol=1e-5, atol=1e-6)
-
-
 INTEGERS = {
     "NumPy's": (np.int64(3), np.int32(4)),
     "array": np.array([3, 4]),

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from mhla_diffusers.attention import clip_mixing_, initial_mixing, mhla_attention, resize_mixing
+from mhla_diffusers.attention import clip_mixing_, initial_mixing, resize_mixing
 
 COUNTS = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
@@ -38,42 +38,6 @@ def test_clipping_leaves_the_open_interval():
     mixing = clip_mixing_(torch.tensor([-1.0, 0.0, 0.3, 1.0, 2.0]))
     assert ((mixing > 0) & (mixing < 1)).all()
     assert mixing[2] == torch.tensor(0.3)
-
-
-@settings(deadline=None)
-@given(COUNTS)
-def test_resizing_to_the_same_counts_changes_nothing(blocks):
-    mixing = torch.rand(2, torch.Size(blocks).numel(), torch.Size(blocks).numel())
-    torch.testing.assert_close(resize_mixing(mixing, blocks, blocks), mixing)
-
-
-@settings(deadline=None)
-@given(COUNTS, st.data())
-def test_a_uniform_matrix_stays_uniform(blocks, data):
-    new_blocks = tuple(data.draw(st.lists(st.integers(1, 6), min_size=len(blocks), max_size=len(blocks))))
-    count = torch.Size(blocks).numel()
-    resized = resize_mixing(torch.full((count, count), 0.25), blocks, new_blocks)
-    new_count = torch.Size(new_blocks).numel()
-    torch.testing.assert_close(resized, torch.full((new_count, new_count), 0.25))
-
-
-def test_resizing_interpolates_both_block_positions():
-    mixing = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
-    resized = resize_mixing(mixing, (2,), (4,))
-    # centres of the four blocks lie at -0.25, 0.25, 0.75, 1.25 of the old axis; outside, the nearest value holds
-    position = torch.tensor([0.0, 0.25, 0.75, 1.0])
-    torch.testing.assert_close(resized, 2 * position[:, None] + position[None, :])
-
-
-def test_resizing_keeps_a_smooth_patch_close_without_the_normaliser_too():
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, 24 * 24, 2, 8, generator=generator) for _ in range(3))
-    mixing = initial_mixing((8, 8))
-    finer = resize_mixing(mixing, (8, 8), (12, 12))
-    for normalize in (True, False):
-        coarse = mhla_attention(query, key, value, mixing, (24, 24), (8, 8), normalize=normalize)
-        fine = mhla_attention(query, key, value, finer, (24, 24), (12, 12), normalize=normalize)
-        assert (fine - coarse).norm() / coarse.norm() < 0.25
 
 
 def test_resizing_is_the_product_with_the_interpolation_of_all_axes_and_costs_far_less():

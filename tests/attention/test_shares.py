@@ -12,11 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mhla_diffusers.attention import MHLACall, eager
-from mhla_diffusers.attention.layout import block_index
 from mhla_diffusers.attention.precision import sum_dtype
 from mhla_diffusers.attention.triton import backend as triton
 
-from .problems import DEVICE, EVERYTHING, drawn_problems, errors_against_reference, errors_of, make_problem
+from .problems import EVERYTHING, drawn_problems, errors_against_reference, errors_of, make_problem
 from .test_eager import TOLERANCE
 
 MODULES = [eager, pytest.param(triton, marks=pytest.mark.gpu)]
@@ -92,19 +91,6 @@ def test_everything_at_once(module, normalize, rope, dtype):
     check(make_problem((5, 4, 3), (2, 2, 1), head_dim=32, **options), module, (2, 23, 33, 2), dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS[2::3])
-def test_cuts_on_kernels(grid, blocks, lengths):
-    check(make_problem(grid, blocks, batch=1, rotary=True), triton, lengths)
-
-
-@pytest.mark.gpu
-def test_one_long_block_is_shared_out_within_a_share():
-    """Several programs for each block, several tiles each, the last one partly empty."""
-    problem = make_problem((2, 593), (1, 2), batch=1, heads=1, head_dim=16, mask=True, gate=True)
-    check(problem, triton, (750, 436))
-
-
 def check_drawn(data, module):
     problem = data.draw(drawn_problems("MHLA", kernels=module is triton))
     tokens = math.prod(problem.grid)
@@ -125,14 +111,3 @@ def test_drawn_problems(data):
 @given(st.data())
 def test_drawn_problems_on_kernels(data):
     check_drawn(data, triton)
-
-
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS[1::3])
-def test_blocks_of_which_a_share_has_nothing_have_no_states(module, grid, blocks, lengths):
-    problem = make_problem(grid, blocks).to()
-    index = block_index(grid, blocks)
-    for share in shares_of(MHLACall(**problem.tensors, grid=grid, blocks=blocks), lengths):
-        there = torch.zeros(len(problem.tensors["mixing"]), dtype=torch.bool, device=DEVICE)
-        there[index[share.first : share.first + share.query.shape[1]]] = True
-        assert torch.equal(module.states(share).ne(0).any(dim=-1).any(dim=-1)[0, 0], there)

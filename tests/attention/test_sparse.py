@@ -106,14 +106,6 @@ def test_blocks_of_equal_keys_lose_nothing(backend, far):
     torch.testing.assert_close(problem.attend(key=key, backend=backend), softmax, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(3, 6, 6), (2, 3, 6, 6)])
-def test_lists_and_masks_are_the_same_thing(shape):
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.4
-    lists = BlockLists.from_mask(4, mask)
-    assert torch.equal(lists.mask().view(shape), mask)
-    assert (lists.heads, *lists.keys.shape[2:]) == (3, 6, int(mask.sum(dim=-1).max()))
-
-
 GRID = (3, 5, 7)
 
 
@@ -163,18 +155,6 @@ def test_the_blocks_are_those_that_what_is_pooled_stands_for_worst(mask, size, r
                         scores[a, b] += (limit * (limit + variance)).sqrt() - limit + variance.log()
             best = scores.topk(length, dim=-1).indices
             assert torch.equal(lists.keys[sample, head], best.sort(dim=-1).values)
-
-
-def test_single_tokens_are_chosen_by_their_logits_whatever_they_weigh():
-    """A key alone in its block has no variance, which rounding must not make up."""
-    mask = torch.rand(2, math.prod(GRID), generator=torch.Generator().manual_seed(3)).double() + 0.1
-    call = replace(content_call(1), key_mask=mask)
-    query, key = (rotated(x, call.rotary).transpose(1, 2) for x in (call.query, call.key))
-    token_of_block = key_block_of_tokens(call, call.sparse).expand(2, 2, -1).argsort(dim=-1)
-    key = key.gather(2, token_of_block[..., None].expand_as(key))
-    lists = with_lists(call).sparse.keys
-    best = (query[:, :, layout_of(GRID, 1).order.long()] @ key.mT).topk(lists.shape[-1], dim=-1).indices
-    assert torch.equal(lists, best.sort(dim=-1).values)
 
 
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"extra": 5}], ids=["plain", "mask", "text"])
