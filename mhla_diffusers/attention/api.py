@@ -235,8 +235,6 @@ def run(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
     Queries whose mask leaves no key get 0, as from PyTorch's attention. They attend to all keys meanwhile: a quotient
     of zeros would be NaN, and its gradients stay NaN when it is replaced.
     """
-    if call.query.numel() == 0:
-        return empty_output(call)
     chosen, has_none = backend_for(call, backend), None
     if isinstance(call, MHLACall) and call.causal is not None:
         with without_autocast(call.query.device):
@@ -253,16 +251,6 @@ def run(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
             else:
                 output = beside_extra(call, chosen) if any(call.extra) else chosen.linear(call)
     return output if has_none is None else output.masked_fill(has_none[..., None, None], 0)
-
-
-def empty_output(call: MHLACall | SparseCall) -> torch.Tensor:
-    """Output of a call with an empty axis; learned tensors still get a gradient, of zeros."""
-    output = call.query + call.key + call.value
-    if isinstance(call, MHLACall):
-        for learned in (call.mixing, call.output_norm, call.output_gate, call.linear_weight):
-            if learned is not None:
-                output = output + (0 * learned.sum()).to(output.dtype)
-    return output
 
 
 def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:

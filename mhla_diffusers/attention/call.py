@@ -56,19 +56,17 @@ def check_denominator(feature_map: str, eps: float, normalize: bool, beside_soft
 
 @dataclass(frozen=True, kw_only=True)
 class UniformBlocks:
-    """Sizes of the query blocks and key blocks of sparse attention.
+    """Tokens per block of queries and of keys in sparse attention.
 
     Raises:
         ValueError: sizes that are not positive or do not divide each other, or an unknown order.
     """
 
     block_size: int
-    """Tokens of a query block."""
     key_block_size: int = 0
-    """Tokens per key block; must divide ``block_size``. 0 for as many as a query block has."""
+    """Must divide ``block_size``; 0 for as many."""
     order: Order = "content"
-    """"content": every head sorts the keys of each stretch of the curve, :mod:`mhla_diffusers.attention.order`;
-    "curve": they stay in the curve's order, as queries do."""
+    """"content": every head sorts the keys of each stretch of the curve (:mod:`.order`); "curve": none does."""
 
     def __post_init__(self) -> None:
         if self.key_block_size == 0:
@@ -94,7 +92,6 @@ class ContentRule(UniformBlocks):
     """Lists are chosen by query and key at every call (:func:`mhla_diffusers.attention.sparse.choose_by_content`)."""
 
     block_size: int
-    """Tokens of a query block."""
     density: float
     """Part of all pairs of blocks that is listed; every query block gets at least one key block."""
 
@@ -149,7 +146,6 @@ class BlockLists(UniformBlocks):
     """
 
     block_size: int
-    """Tokens of a query block."""
     keys: torch.Tensor
     """int64 (S, H, T, n) for T query blocks: numbers of key blocks, ascending, and -1 behind shorter lists."""
     key_blocks: int = 0

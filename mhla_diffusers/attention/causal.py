@@ -109,14 +109,14 @@ def beside_earlier(call: MHLACall, own: Own, earlier: tuple[torch.Tensor, ...] |
     """
     output, log_sum = own
     if earlier is not None:
-        far, *normaliser = earlier
-        alone = output.shape[1] - far.shape[1]
-        beside = output[:, alone:] + far
+        by_states, *normaliser = earlier
+        alone = output.shape[1] - by_states.shape[1]
+        beside = output[:, alone:] + by_states
         if call.normalize and log_sum is not None:
-            log_far = normaliser[0].log()
+            log_states = normaliser[0].log()
             if call.linear_weight is not None:
-                log_far = log_far + call.linear_weight.to(log_far.dtype).log()[:, None]
-            beside = under_common_sum(output[:, alone:], log_sum[:, alone:], far, log_far)
+                log_states = log_states + call.linear_weight.to(log_states.dtype).log()[:, None]
+            beside = under_common_sum(output[:, alone:], log_sum[:, alone:], by_states, log_states)
         output = torch.cat([output[:, :alone], beside], dim=1)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
 

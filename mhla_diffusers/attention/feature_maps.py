@@ -27,8 +27,7 @@ def elu_plus_one(x: torch.Tensor, eps: float) -> torch.Tensor:
 def softmax(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Softmax over the D channels (Shen et al. 2021), at least 1e-18 in place of ``eps``.
 
-    A feature of float32 is 0 where a channel lies 104 below the largest. A query and keys whose large channels differ
-    would have nothing in common then, and nothing to divide by.
+    A query and keys whose large channels differ would else have nothing to divide by.
     """
     return x.softmax(dim=-1).clamp_min(_LEAST_FEATURE)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..errors import check_choice
-from .api import BACKENDS, backend_for, check_call, empty_output
+from .api import BACKENDS, backend_for, check_call
 from .call import Backend, MHLACall
 from .causal import (
     Causal,
@@ -152,8 +152,6 @@ class MHLAState:
         )
         check_call(call)
         self._check(query)
-        if query.numel() == 0:
-            return empty_output(call)
         backend = backend_for(call, self.backend)
         with without_autocast(query.device):  # states and their mixtures stay as precise as they are kept
             if self._earlier is None and not torch.is_grad_enabled():
@@ -198,21 +196,18 @@ class MHLAState:
                 f"query has {batch} with {heads} heads of {head_dim}. Call reset() or use another state for other "
                 "samples; reorder() selects samples of this one."
             )
-        if self.beyond == "error" and self.length + count > self._starts[-1]:
+        end, last = self.length + count, self._starts[-1]
+        if self.beyond == "error" and end > last:
             raise ValueError(
-                f"After {self.length} tokens, {count} more exceed the {self._starts[-1]} tokens of the grid "
-                f"{self.grid}. Give a longer grid (in a patch more blocks, or a larger block_length), or "
-                "beyond='relative'."
+                f"After {self.length} tokens, {count} more exceed the {last} tokens of the grid {self.grid}. Give a "
+                "longer grid (in a patch more blocks, or a larger block_length), or beyond='relative'."
             )
-        if self.causal == "block" and not self._ends_whole(count):
+        is_whole = end in self._starts if end <= last else (end - last) % self._starts[1] == 0
+        if self.causal == "block" and not is_whole:
             raise ValueError(
                 f"With causal='block' a step is one whole block of the first axis; after {self.length} tokens the "
                 f"next has {self._place()[2]} tokens, but query has {count}."
             )
-
-    def _ends_whole(self, count: int) -> bool:
-        end = self.length + count
-        return end in self._starts if end <= self._starts[-1] else (end - self._starts[-1]) % self._starts[1] == 0
 
     def _hidden(self, mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
         """Which of the next ``count`` queries see masked keys alone, (B, n); None for none of them."""
@@ -298,8 +293,7 @@ class MHLAState:
             before = _mixed(piece.mixing, self._open)
             earlier = before if earlier is None else earlier + before
         seen = replace(seen, output_norm=None, output_gate=None, linear_weight=None)
-        far = None if earlier is None else backend.read(seen, earlier)
-        output = beside_earlier(piece, own_part, far)
+        output = beside_earlier(piece, own_part, None if earlier is None else backend.read(seen, earlier))
         if keep:
             self._keep(piece, backend.states(piece))
         return output

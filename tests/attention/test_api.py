@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from mhla_diffusers.attention import MHLAState, initial_mixing, mhla_attention, sparse_attention
+from mhla_diffusers.attention import initial_mixing, mhla_attention, sparse_attention
 
 from ..refusals import refused
 from .problems import BACKENDS, errors_against_reference, make_problem
@@ -27,20 +27,6 @@ def test_grids_and_blocks_of_any_kind_of_integer(grid):
     expected = mhla_attention(query, key, value, mixing, (3, 4), (1, 2))
     assert torch.equal(mhla_attention(query, key, value, mixing, grid, (np.int64(1), 2)), expected)
     assert torch.equal(sparse_attention(query, key, value, grid), sparse_attention(query, key, value, (3, 4)))
-
-
-@pytest.mark.parametrize("shape", [(0, 12, 2, 8), (2, 12, 0, 8), (2, 12, 2, 0)])
-def test_empty_tensors_give_empty_tensors_and_gradients(shape):
-    x = torch.empty(shape, requires_grad=True)
-    learned = [torch.rand(3, 3, requires_grad=True), torch.ones(shape[3], requires_grad=True)]
-    output = mhla_attention(x, x, x, learned[0], (12,), (3,), output_norm=learned[1])
-    assert output.shape == shape
-    output.sum().backward()
-    assert x.grad.shape == shape
-    assert all(not weight.grad.any() for weight in learned)
-    sparse_attention(x, x, x, (12,)).sum().backward()
-    state = MHLAState(learned[0], (12,), (3,), causal="token")
-    assert state.step(x, x, x).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
