@@ -45,7 +45,7 @@ def check_grid(grid: Sequence[int], name: str = "grid") -> Shape:
         sizes = tuple(size if isinstance(size, torch.SymInt) else index(size) for size in given)
     except TypeError:
         sizes = ()
-    if not 1 <= len(sizes) <= 3 or any(size < 1 for size in sizes):
+    if not 1 <= len(sizes) <= 3 or any(size is True or size < 1 for size in sizes):
         raise ValueError(
             f"{name}={grid!r} must be 1 to 3 positive integers: (length,), (height, width) or (frames, height, width), "
             "such as (16, 16) or (7, 3, 5)."
