@@ -115,7 +115,7 @@ def test_a_compiler_meets_no_tables_of_the_layout():
     """It would compile their making for the CPU, which takes longer than all the rest."""
     torch._dynamo.reset()  # after other blocks in this process, their counts would be symbols
     keys = torch.empty(1, 12, 493, 25, dtype=torch.int64, device="meta")
-    given, by_content = captured(lists=BlockLists(64, keys, keys.numel())), captured(density=0.05, block_size=64)
+    given, by_content = captured(lists=BlockLists(64, keys)), captured(density=0.05, block_size=64)
     for nodes in (given, by_content):
         values = [x for node in nodes for x in tree_leaves(node.meta["example_value"])]
         assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}
