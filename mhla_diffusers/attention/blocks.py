@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 
-from .layout import Shape, block_count, block_sizes, blocks_of_range, kept_tensors, layout_of, tokens_by_block
-
-NAMESPACE = __name__.partition(".")[0]
-"""Namespace of custom operators: the package, so that a copy of it under another name registers its own."""
+from .layout import (
+    NAMESPACE,
+    Shape,
+    block_count,
+    block_sizes,
+    blocks_of_range,
+    kept_tensors,
+    layout_of,
+    tokens_by_block,
+)
 
 
 @lru_cache(maxsize=128)

@@ -24,9 +24,8 @@ import torch
 from .call import Backend, MHLACall
 from .feature_maps import get_feature_map
 from .layout import frame_block_starts
-from .linear import finish
 from .mixing import causal_mixing
-from .precision import LEAST, sum_dtype, under_common_sum
+from .precision import LEAST, finish, sum_dtype, under_common_sum
 from .rope import apply_rotary, rotary_table
 
 Causal = Literal["token", "block"]

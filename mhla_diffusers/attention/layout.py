@@ -22,6 +22,8 @@ from operator import index
 
 import torch
 
+NAMESPACE = __name__.partition(".")[0]
+"""Namespace of custom operators: the package, so that a copy of it under another name registers its own."""
 Shape = tuple[int, ...]
 Extra = tuple[int, int]
 """How many tokens stand before, and how many after those of the grid in the sequence."""

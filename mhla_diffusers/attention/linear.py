@@ -20,7 +20,7 @@ import torch
 from .blocks import from_blocks, to_blocks
 from .call import Backend, MHLACall
 from .feature_maps import get_feature_map
-from .precision import EMPTY, LEAST, OUTPUT_NORM_EPS, sum_dtype, under_common_sum
+from .precision import EMPTY, LEAST, finish, sum_dtype, under_common_sum
 from .rope import apply_rotary, rotary_table, rotated
 from .sparse import in_parts, softmax_attention, softmax_of
 
@@ -118,15 +118,6 @@ def beside_extra(call: MHLACall, backend: Backend) -> torch.Tensor:
     output = under_common_sum(softmax, lse, by_states.to(dtype), (weight * normaliser).log())
     output = finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
     return call.in_sequence(torch.cat([output, softmax_attention(call, of_extra=True)], dim=1))
-
-
-def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
-    """Output RMSNorm per head, with (D,) weight, then × SiLU(gate) of the output's shape, where they are given."""
-    if output_norm is not None:
-        output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)
-    if output_gate is not None:
-        output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
-    return output
 
 
 def _in_blocks(call: MHLACall, x: torch.Tensor) -> torch.Tensor:

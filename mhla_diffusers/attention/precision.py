@@ -1,4 +1,4 @@
-"""Types of sums, constants that keep divisions finite, and products and merges that heed both."""
+"""Types of sums, constants that keep divisions finite, and the products and merges that heed both."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -61,3 +61,12 @@ def under_common_sum(
 ) -> torch.Tensor:
     """Merge two attentions (..., D) under the sum of their denominators, whose logs are (..., 1)."""
     return torch.sigmoid(log_one - log_other) * one + torch.sigmoid(log_other - log_one) * other
+
+
+def finish(output: torch.Tensor, output_norm: torch.Tensor | None, output_gate: torch.Tensor | None) -> torch.Tensor:
+    """Output RMSNorm per head, with (D,) weight, then × SiLU(gate) of the output's shape, where they are given."""
+    if output_norm is not None:
+        output = torch.nn.functional.rms_norm(output, output.shape[-1:], output_norm.to(output.dtype), OUTPUT_NORM_EPS)
+    if output_gate is not None:
+        output = output * torch.nn.functional.silu(output_gate.to(output.dtype))
+    return output

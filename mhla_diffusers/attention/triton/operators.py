@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from ..blocks import NAMESPACE
+from ..layout import NAMESPACE
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import Shape
-
 
 class Tile(NamedTuple):
     """How a program of a kernel is cut."""
@@ -25,7 +23,7 @@ class Tile(NamedTuple):
 
 
 _SOFTMAX_FLOAT32 = (16, 32, 4, 1), (16, 16, 4, 1)
-TILES: dict[str, dict[str, tuple[Shape, ...]]] = {
+TILES: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
     "prepare": {"": (*[(4, 64, 4, 1)] * 2, *[(4, 32, 4, 1)] * 2)},  # heads one after the other, channels at once
     # channels of a part of a state, channels at once
     "prepare_keys": {
