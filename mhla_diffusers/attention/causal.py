@@ -49,8 +49,8 @@ def causal_attention(call: MHLACall, backend: Backend) -> torch.Tensor:
         mixing = causal_mixing(call.mixing, call.blocks, own=False)
         alone = replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
         states = backend.states(part_of(alone, slice(0, last)))
-        earlier = backend.read(part_of(alone, slice(starts[1], count)), states)
-        output = beside_earlier(call, backend.own_block(call), earlier)
+        own = backend.own_block(call)
+        output = beside_earlier(call, own, backend.read(part_of(alone, slice(starts[1], count)), states))
     if mask is None:
         return output
     ends = None if call.causal == "token" else [end for end in starts[1:] if end <= count]
