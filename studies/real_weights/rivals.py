@@ -27,7 +27,7 @@ from torch import nn
 
 from mhla_diffusers import SparseConfig
 from mhla_diffusers.attention import sparse_attention
-from mhla_diffusers.attention.call import list_length
+from mhla_diffusers.attention.blocks import list_length
 from mhla_diffusers.attention.layout import layout_of
 
 HERE = Path(__file__).parent

@@ -20,7 +20,7 @@ from dinov2 import Measured, Saliency, attend_with, measure, open_model, see
 from fetch import PATCH, photographs, pixels_of
 
 from mhla_diffusers import SparseConfig
-from mhla_diffusers.attention.call import list_length
+from mhla_diffusers.attention.blocks import list_length
 
 HERE = Path(__file__).parent
 DENSITIES = (0.025, 0.05, 0.1, 0.15, 0.25)
