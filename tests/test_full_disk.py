@@ -77,7 +77,7 @@ def test_synthesized_latents(tmp_path):
     with full_disk():
         ended = mhla("synthesize", *asked)
     assert isinstance(ended.exception, OSError)
-    assert "Cannot write" in str(ended.exception) and "shard-00000.safetensors" in str(ended.exception)
+    assert "Cannot write" in str(ended.exception) and "00000000.safetensors" in str(ended.exception)
 
 
 @pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])

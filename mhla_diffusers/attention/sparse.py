@@ -127,7 +127,7 @@ def _attend(call: SparseCall) -> _Parts:
         query,
         (entries, log_weight, mixing),
         by_head,
-        query.shape[3] * max(listed_logits, rows.key_blocks),
+        max(query.shape[3] * max(listed_logits, rows.key_blocks), 0 if states is None else query.shape[-1] ** 2),
     )
     listed, listed_lse, to_pooled, pooled_lse = found[:4]
     of_states = found[4] if states is not None else None
@@ -383,7 +383,7 @@ def in_parts(
         query: (B, H, T, L, D).
         by_block: (B, H, T, ...); None is handed on.
         by_head: (B, H, ...), likewise.
-        of_block: logits of one query block.
+        of_block: logits of one query block, or numbers of its mixed state if that is more.
     """
     shape, by_block = query.shape[:3], (query, *by_block)
     logits = _LOGITS if query.device.type == "cpu" else _DEVICE_LOGITS
@@ -428,6 +428,10 @@ def _attend_part(
     (g, q, stretches); of their heads all keys (g, K + E, L', D), logs of the keys' weights (g, K + E, L'), means
     (g, K, D) and states (g, stretches, D, D).
     """
+    pooled = softmax_of(query, mean_key[:, None], mean_value[:, None], log_weight)
+    of_states: tuple[torch.Tensor, ...] = ()
+    if mixing is not None and states is not None:
+        of_states = (product(query, product(mixing, states.flatten(2)).unflatten(2, states.shape[2:])),)
     groups, count, rows, _ = key.shape
     places = (lists.clamp_min(0) + torch.arange(groups, device=lists.device)[:, None, None] * count).flatten()
     key, value, bias = (
@@ -435,12 +439,7 @@ def _attend_part(
         for x in (key, value, bias)
     )
     bias = bias.masked_fill((lists < 0).repeat_interleave(rows, dim=-1), EMPTY).clamp_min(EMPTY)
-    listed = softmax_of(query, key, value, bias)
-    pooled = softmax_of(query, mean_key[:, None], mean_value[:, None], log_weight)
-    if mixing is None or states is None:
-        return *listed, *pooled
-    mixed = product(mixing, states.flatten(2)).unflatten(2, states.shape[2:])
-    return *listed, *pooled, product(query, mixed)
+    return *softmax_of(query, key, value, bias), *pooled, *of_states
 
 
 def softmax_of(
