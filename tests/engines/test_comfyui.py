@@ -162,24 +162,15 @@ def told(caplog):
     caplog.set_level(logging.INFO)
 
 
-@pytest.mark.parametrize("layout", ["flat", "heads first"])
-def test_density_1_is_the_dense_attention_in_both_layouts(layout):
-    output = WanModel(self_attention(layout=layout)).forward(patch_model(ModelPatcher(), settings(density=1.0)))
-    torch.testing.assert_close(output, softmax(*tensors()), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("layout", ["flat", "heads first"])
-def test_sparse_attention_is_the_operator_in_both_layouts(layout, batch):
-    output = WanModel(self_attention(batch=batch, layout=layout)).forward(patch_model(ModelPatcher(), settings()))
+@pytest.mark.parametrize("layout", ["flat", "heads first", "heads first, also of the output"])
+def test_sparse_attention_is_the_operator_in_every_layout(layout, batch):
+    given = {"skip_output_reshape": True} if "output" in layout else {}
+    attention = self_attention(batch=batch, layout=layout, **given)
+    output = WanModel(attention).forward(patch_model(ModelPatcher(), settings()))
+    output = output.transpose(1, 2).flatten(2) if given else output
     torch.testing.assert_close(output, operator(*tensors(batch=batch)), atol=0, rtol=0)
     assert (output - softmax(*tensors(batch=batch))).abs().max() > 1e-2
-
-
-def test_the_output_has_its_heads_first_where_asked():
-    attention = self_attention(layout="heads first", skip_output_reshape=True)
-    output = WanModel(attention).forward(patch_model(ModelPatcher(), settings()))
-    torch.testing.assert_close(output.transpose(1, 2).flatten(2), operator(*tensors()), atol=0, rtol=0)
 
 
 SOUND = torch.zeros(2, 8, 2, 40)
@@ -285,6 +276,7 @@ def test_guided_tokens_are_dense_and_counted(caplog):
 
 
 SCHEDULE = torch.linspace(1, 0, 11)
+EVERY = SCHEDULE[:-1].tolist()
 
 
 def dense_calls(patched, sigmas):
@@ -296,19 +288,25 @@ def dense_calls(patched, sigmas):
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("changed", "sigmas", "expected"),
     [
-        ({}, []),
-        ({"dense_first": 2}, [0, 1]),
-        ({"dense_first": 0.2, "dense_last": 1}, [0, 1, 9]),
-        ({"dense_first": 1, "dense_every": 4}, [0, 4, 8]),
-        ({"dense_first": 5, "dense_last": 5}, list(range(10))),
+        ({}, EVERY, []),
+        ({"dense_first": 2}, EVERY, [0, 1]),
+        ({"dense_first": 0.2, "dense_last": 1}, EVERY, [0, 1, 9]),
+        ({"dense_first": 1, "dense_every": 4}, EVERY, [0, 4, 8]),
+        ({"dense_first": 5, "dense_last": 5}, EVERY, list(range(10))),
+        ({"dense_first": 1}, [1.0, 0.97, 0.9, 0.72, 0.6, 0.3], [0, 1]),  # the second between two of the schedule
     ],
     ids=str,
 )
-def test_dense_steps_are_found_by_their_sigmas(changed, expected):
-    found = dense_calls(patch_model(ModelPatcher(), settings(**changed)), SCHEDULE[:-1].tolist())
+def test_dense_steps_are_found_by_their_sigmas_and_one_line_ends_a_sampling(caplog, changed, sigmas, expected):
+    """A warning comes before it where nothing was sparse."""
+    found = dense_calls(patch_model(ModelPatcher(), settings(**changed)), sigmas)
     assert [step for step, is_dense in enumerate(found) if is_dense] == expected
+    (line,) = (line for line in lines(caplog) if line.startswith("sparse in"))
+    assert line.startswith(f"sparse in {len(sigmas) - len(expected)} of {len(sigmas)} attentions")
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("changed nothing" in words for words in warned) == all(found)
 
 
 def test_a_second_sampling_counts_its_own_steps():
@@ -365,12 +363,11 @@ def test_windows_of_frames_have_their_own_residuals():
     assert max(still) < 0.2 and other == [1, 1]
 
 
-def test_a_second_evaluation_of_a_step_is_corrected_like_the_first():
-    """As Heun's, after a first step that is evaluated once."""
+@pytest.mark.parametrize("steps", [(0, 1, 1, 2, 2, 3), (0, 1, 2, 1, 2, 3)], ids=["Heun's", "heunpp2's"])
+def test_a_step_that_is_evaluated_again_is_corrected_all_the_same(steps):
     patched, names = patch_model(ModelPatcher(), settings(dense_first=1)), {"uuids": ["a", "b"]}
-    assert (
-        max(sum(errors_of_correcting(patched, *((step, (0, 1), names) for step in (0, 1, 1, 2, 2, 3)))[1:], [])) < 0.2
-    )
+    errors = errors_of_correcting(patched, *((step, (0, 1), names) for step in steps))
+    assert max(sum(errors[1:], [])) < 0.2
 
 
 def test_what_an_old_dense_step_alone_measured_is_dropped():
@@ -378,28 +375,6 @@ def test_what_an_old_dense_step_alone_measured_is_dropped():
     steps = [(0, {"uuids": ["a", "b"]}), (2, {"uuids": ["a", "c"]}), (3, {"uuids": ["a", "b"]})]
     *_, last = errors_of_correcting(patched, *((step, (0, 1), options) for step, options in steps))
     assert last[0] < 0.2 and last[1] == 1
-
-
-def test_a_sampler_that_looks_back_is_corrected_all_the_same(caplog):
-    """As heunpp2 does, which evaluates an earlier sigma again."""
-    patched = patch_model(ModelPatcher(), settings(dense_first=1))
-    errors = errors_of_correcting(patched, *((step, (0, 1), {}) for step in (0, 1, 2, 1, 2, 3)))
-    assert all(error < 0.2 for error in sum(errors[1:], []))
-    assert lines(caplog)[-1] == "sparse in 5 of 6 attentions, 1 dense: dense steps"
-    assert sum(line.startswith("sparse in") for line in lines(caplog)) == 1
-
-
-def test_a_sampling_in_which_nothing_is_sparse_is_warned_of(caplog):
-    patched = patch_model(ModelPatcher(), settings(dense_first=10))
-    assert all(dense_calls(patched, SCHEDULE[:-1].tolist()))
-    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert "changed nothing" in record.getMessage() and "dense_first" in record.getMessage()
-
-
-def test_one_line_ends_a_sampling(caplog):
-    patched = patch_model(ModelPatcher(), settings(dense_first=1))
-    assert dense_calls(patched, [1.0, 0.97, 0.9, 0.72, 0.6, 0.3]) == [True, True, False, False, False, False]
-    assert lines(caplog)[1:] == ["sparse in 4 of 6 attentions, 2 dense: dense steps"]
 
 
 def test_layers_count_single_blocks_behind_double_ones():
@@ -421,21 +396,6 @@ def test_layers_are_counted_where_the_model_does_not_tell_them():
     for _ in range(2):
         outputs = model.forward(patched, latent=torch.zeros(2, 4, *GRID))
         assert [torch.equal(output, attention({})) for output in outputs] == [True, False, False]
-
-
-def test_a_previous_override_is_the_dense_attention():
-    seen = []
-
-    def previous(func, *args, **kwargs):
-        seen.append(args[0].shape[1])
-        return func(*args, **kwargs)
-
-    model = ModelPatcher({"optimized_attention_override": previous})
-    attention = self_attention()
-    WanModel(lambda options: [attention(options), self_attention(TEXT)(options)]).forward(
-        patch_model(model, settings())
-    )
-    assert seen == [TEXT]
 
 
 def test_a_later_override_goes_through_the_node():
@@ -484,13 +444,10 @@ def core_sparse_override(previous):
     return override
 
 
-def test_comfyuis_own_sparse_attention_is_refused_before_the_node():
+def test_comfyuis_own_sparse_attention_is_refused_before_the_node_and_behind_it(caplog):
+    """It puts itself on top again at every step."""
     with refused("Model Sparse Attention", "MHLA Sparse Attention"):
         patch_model(ModelPatcher({"optimized_attention_override": core_sparse_override(None)}), settings())
-
-
-def test_comfyuis_own_sparse_attention_is_refused_behind_the_node(caplog):
-    """Also where it was before another node: it puts itself on top again at every step."""
     patched = patch_model(ModelPatcher(), settings())
     options = patched.model_options["transformer_options"]
     options["optimized_attention_override"] = core_sparse_override(options["optimized_attention_override"])
@@ -503,9 +460,7 @@ def test_a_second_node_replaces_the_first(caplog):
     patched = patch_model(patch_model(ModelPatcher(), settings()), settings(dense_layers=1))
     (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
     torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
-    told = lines(caplog)
-    assert told[0] == "dense attention for query (2, 240, 3, 20): first layers."
-    assert told[-1] == "sparse in 0 of 1 attentions, 1 dense: first layers"
+    assert lines(caplog)[-1] == "sparse in 0 of 1 attentions, 1 dense: first layers"
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
@@ -539,29 +494,6 @@ def test_a_sampling_that_fails_still_ends_its_count(caplog):
     with pytest.raises(InterruptedError):
         sample(patched, lambda: WanModel(self_attention()).forward(patched), stop)
     assert lines(caplog) == ["sparse in 1 of 1 attentions"]
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"dense_layers": "first"}, "dense_layers='first'"),
-        ({"dense_layers": "-1"}, "dense_layers=-1"),
-        ({"dense_every": "0.5"}, "dense_every=0.5"),
-        ({"dense_first": 1.5}, "dense_first=1.5"),
-        ({"density": 2.0}, "density=2.0"),
-        ({"order": "random"}, "'random'...'curve'"),
-    ],
-)
-def test_wrong_inputs_are_refused(given, words):
-    with refused(words):
-        settings(**given)
-
-
-def test_inputs_become_settings():
-    found = settings(block_size=" 32 ", dense_first="0.25", dense_last="2", dense_every="7", min_tokens=5)
-    config = found.config
-    assert (config.block_size, config.dense_first, config.dense_last, config.dense_every) == (32, 0.25, 2, 7)
-    assert (found.min_tokens, settings().config.block_size) == (5, None)
 
 
 DENSE = ["dense_first", "dense_last", "dense_every", "dense_layers"]

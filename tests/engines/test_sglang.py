@@ -190,13 +190,7 @@ def test_two_processes_with_ulysses_give_what_one_gives(run, sparse):
     assert f"INFO MHLA: sparse in {2 * STEPS} of {2 * STEPS} attentions" in two.lines()
 
 
-def test_a_wrong_value_stops_sglang(tmp_path):
-    wrong = Processes(tmp_path, MHLA_DENSITY="2")
-    assert wrong.codes == [1]
-    assert "mhla_diffusers: MHLA_DENSITY=2 in the environment: density=2" in wrong.logs[0]
-
-
-def test_a_misspelt_variable_stops_sglang(tmp_path):
-    wrong = Processes(tmp_path, MHLA_DENSE_STEPS="1")
-    assert wrong.codes == [1]
-    assert "Unknown environment variable 'MHLA_DENSE_STEPS'" in wrong.logs[0]
+@pytest.mark.parametrize("variable", ["MHLA_DENSITY", "MHLA_DENSE_STEPS"])
+def test_wrong_variables_stop_sglang(tmp_path, variable):
+    wrong = Processes(tmp_path, **{variable: "2"})
+    assert wrong.codes == [1] and variable in wrong.logs[0]

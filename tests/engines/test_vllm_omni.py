@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
@@ -85,13 +84,6 @@ def test_density_1_is_the_dense_attention_of_the_engine(settings, lines):
     assert lines() == ["MHLA: sparse in 2 of 2 attentions"]
 
 
-def test_the_environment_selects_the_backend(settings, lines, monkeypatch):
-    monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", "MHLA")
-    settings(MHLA_DENSITY="0.15")
-    assert (wan_output(None) - wan_output("TORCH_SDPA")).abs().max() > 1e-3
-    assert lines() == ["MHLA: sparse in 2 of 2 attentions"]
-
-
 def test_self_attention_is_the_operator_and_cross_attention_the_engines(settings):
     settings(MHLA_DENSITY="0.15")
     calls = {}
@@ -116,16 +108,6 @@ def test_dense_steps_and_layers_are_counted_over_a_call(settings, lines):
             tiny.denoise(wan, step=step)
         assert len(lines()) == 2
     assert lines()[2:] == ["MHLA: sparse in 2 of 6 attentions, 3 dense: first layers, 1 dense: dense steps"]
-
-
-def test_a_context_ends_with_its_call(settings, backend):
-    """The line stands at the end of a call because nothing else keeps the context."""
-    from vllm_omni.diffusion.forward_context import get_forward_context
-
-    with tiny.engine("MHLA") as config:
-        tiny.denoise(tiny.make_wan(config))
-        context = weakref.ref(get_forward_context())
-    assert context() is None
 
 
 @pytest.mark.parametrize(("total", "dense"), [(20, 2), (None, 5)])
