@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.cli import _with_causes as with_causes
 from mhla_diffusers.training import TrainingConfig
-
-from ..refusals import refused
 
 TEXT = """
 output: outputs/run
@@ -72,13 +69,6 @@ def test_errors_name_file_line_and_setting(path: Path, text: str, override: str,
     overrides = [override] if "{" in override else override.split()
     with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, named))):
         TrainingConfig.from_yaml(path, overrides)
-
-
-def test_what_is_missing_is_said_once(path: Path) -> None:
-    path.write_text(TEXT.replace("trainable: all\n", "").replace("steps: 20\n", ""))
-    with refused("lacks steps, trainable") as raised:
-        TrainingConfig.from_yaml(path)
-    assert with_causes(raised.value).count("lacks") == 1
 
 
 @pytest.mark.parametrize(("meant", "written"), [("bf16", ("bf16", "bfloat16")), ("no", ("no", "'no'", "fp32"))])

@@ -67,14 +67,6 @@ def test_each_trains_as_adamw_does_in_float32_and_resumes(
     assert all(parameter.isfinite().all() for parameter in loaded.parameters())
 
 
-def test_moments_in_8_bits_are_small(tmp_path: Path) -> None:
-    pytest.importorskip("torchao", reason="an extra that make test does not install")
-    for name in ("adamw", "adamw8bit"):
-        run(settings(tmp_path / name, steps=1, optimizer=name, patch=PATCH))
-    files = [tmp_path / name / "checkpoints/step-00000001/optimizer.bin" for name in ("adamw", "adamw8bit")]
-    assert files[1].stat().st_size < 0.5 * files[0].stat().st_size
-
-
 @pytest.mark.parametrize(
     ("changes", "module", "extra"),
     [

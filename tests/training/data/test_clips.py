@@ -17,7 +17,7 @@ from mhla_diffusers.training.data.clips import Clips, auto_sizes
 from mhla_diffusers.training.data.encode import encode_folder
 from mhla_diffusers.training.data.media import ClipRead, Media, read_clips
 from mhla_diffusers.training.data.model import DataModel
-from mhla_diffusers.training.data.sources import Source, Sources, read_sources
+from mhla_diffusers.training.data.sources import read_sources
 from mhla_diffusers.training.data.summary import summarize
 
 from ...refusals import refused
@@ -197,15 +197,3 @@ def test_sources_make_one_cache_that_goes_on_after_an_interruption(sources: Path
     assert LatentCache(tmp_path / "cache").weights == pytest.approx(
         [1.0 if "videos" in file.origin else 8 / 3 for file, _ in cache.clips]
     )
-
-
-def test_a_file_without_a_caption_is_left_out_or_encoded_empty(sources: Path, tmp_path: Path) -> None:
-    folder = str(tmp_path / "pictures")
-    left_out = Sources((Source(folder, prefix="art: "),)).media()
-    assert [(item.caption, bool(item.problem)) for item in left_out] == [
-        ("art: a cube", False),
-        ("art: a cube", False),
-        ("", True),
-    ]
-    empty = Sources((Source(folder, missing_captions="empty", prefix="art: "),)).media()
-    assert (empty[2].caption, empty[2].problem) == ("art:", None)

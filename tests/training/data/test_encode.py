@@ -243,16 +243,6 @@ def test_latents_that_are_not_finite_are_told_by_their_file_or_prompt(tmp_path, 
         synthesize(pipe, model, ["dog"], tmp_path / "made", IMAGE_CLIP, steps=1)
 
 
-def test_captions_that_are_no_class_are_refused(tmp_path: Path) -> None:
-    pipe, model = _saved(dit_pipeline(), tmp_path)
-    for name, caption in (("a", "dog"), ("b", "horse")):
-        write_image(tmp_path / "images" / f"{name}.png")
-        (tmp_path / "images" / f"{name}.txt").write_text(caption)
-    with refused("'horse'"):
-        encode_folder(pipe, model, tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
-    assert not (tmp_path / "cache").exists()
-
-
 def test_latents_of_a_patched_pipeline_are_refused(wan: tuple[Any, str], tmp_path: Path) -> None:
     pipe, model = wan
     apply_mhla(pipe, blocks=(2, 2, 2))
