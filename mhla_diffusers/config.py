@@ -20,13 +20,10 @@ from .attention.state import Beyond
 from .errors import check, check_names, nearest
 from .files import read_text
 from .moved import where_it_went
-from .settings import Count, Flag, Integer, Number, Settings, read_yaml, settings
+from .settings import Count, Flag, Integer, Number, PositiveInteger, Settings, read_yaml, settings
 
 LayerChoice = str | float | Sequence[int]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
-MOST_BLOCKS = 8192
-"""Maximum blocks of a patch: their mixing matrix takes 256 MB per layer or per head."""
-MOST_BLOCK_SIZE = 1024
 USUAL_STEPS = 50
 """Denoising steps of a call, where their number is unknown."""
 FEW_STEPS = 10
@@ -43,14 +40,7 @@ def _layers(choice: Any) -> LayerChoice:
 def _blocks(blocks: Any) -> Shape:
     if not blocks:
         raise ValueError("MHLA needs blocks, the block count per axis, for example blocks=(7, 3, 5).")
-    blocks = check_grid(blocks, "blocks")
-    count = math.prod(blocks)
-    check(
-        count <= MOST_BLOCKS,
-        f"blocks={blocks} are {count:,} blocks, whose mixing matrix would have {count:,} rows and columns; at most "
-        f"{MOST_BLOCKS:,} are allowed.",
-    )
-    return blocks
+    return check_grid(blocks, "blocks")
 
 
 def _feature_map(name: str) -> str:
@@ -58,19 +48,8 @@ def _feature_map(name: str) -> str:
     return name
 
 
-def _steps(steps: int | float) -> int | float:
-    if steps < 0 or (isinstance(steps, float) and steps > 1):
-        raise ValueError(f"{steps} must be a number of denoising steps such as 3, or a share from 0.0 to 1.0.")
-    return steps
-
-
-def _odd(size: int | None) -> int | None:
-    check(size is None or (size > 0 and size % 2 == 1), f"{size} must be an odd kernel size, or None for none.")
-    return size
-
-
-_Steps = Annotated[Integer | Number, AfterValidator(_steps)]
-_Size = Annotated[Integer | None, Field(gt=0, le=MOST_BLOCK_SIZE)]
+_Steps = Count | Annotated[Number, Field(ge=0, le=1)]
+_Size = Annotated[Integer, Field(gt=0, le=1024)] | None
 
 
 @settings(kw_only=True)
@@ -128,16 +107,6 @@ class PatchConfig(Settings):
         """Return an upper bound on the speedup of a call of ``count`` steps, by the cost of dense and other ones."""
         dense_steps = len(self.dense_steps(count))
         return count * dense / (dense_steps * dense + (count - dense_steps) * patched)
-
-    def check_steps(self, count: int) -> None:
-        """Raise ValueError if a call of ``count`` steps has fewer steps than a setting asks for."""
-        for name in ("dense_first", "dense_last"):
-            steps = getattr(self, name)
-            check(
-                not isinstance(steps, int) or steps <= count,
-                f"{name}={steps} is more than the {count} denoising steps of this call; give at most {count}, or a "
-                "share such as 0.2.",
-            )
 
     def records_residual(self, step: "Step") -> bool:
         """Whether a dense step measures residuals, to correct later steps or to see how they fade."""
@@ -283,12 +252,16 @@ class MHLAConfig(LinearConfig):
     """Settings of the paper's MHLA, which has to be adapted to a model that was trained with softmax."""
 
     attention: ClassVar[str] = "MHLA"
-    convolution: Annotated[Integer | None, AfterValidator(_odd)] = None
+    convolution: PositiveInteger | None = None
     """Odd kernel size of a depth-wise convolution of the values over the token grid, added to the output (CPE)."""
     clamp_blocks: Flag = False
     """Whether block counts are fitted to the grid of every call, with an interpolated mixing matrix, where an axis has
     fewer tokens than blocks (else an error), or √(2 N) blocks would do for N tokens. ``apply_mhla`` sets it with the
     family's blocks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check((self.convolution or 1) % 2 == 1, f"convolution={self.convolution} must be odd, or None for none.")
 
     def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on a token grid."""
@@ -404,15 +377,14 @@ def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[Patc
         ValueError: unknown names, those of two kinds, or without a preferred one names that all kinds have.
     """
     settings = list(settings)
-    names = {kind: [field.name for field in fields(kind)] for kind in KINDS}
-    check_names(settings, list(dict.fromkeys(name for kind in KINDS for name in names[kind])), "setting of a patch")
-    fitting = [kind for kind in KINDS if set(settings).issubset(names[kind])]
+    check_names(settings, list(dict.fromkeys(name for kind in KINDS for name in _names(kind))), "setting of a patch")
+    fitting = [kind for kind in KINDS if set(settings) <= set(_names(kind))]
     if not fitting:
-        kinds = {name: [kind for kind in KINDS if name in names[kind]] for name in settings}
-        one, other = next((a, b) for a in settings for b in settings if not set(kinds[a]) & set(kinds[b]))
+        kinds = {name: {kind for kind in KINDS if name in _names(kind)} for name in settings}
+        one, other = next((a, b) for a in settings for b in settings if not kinds[a] & kinds[b])
         raise ValueError(
-            f"{one} belongs to {_attentions(kinds[one])}, and {other} to {_attentions(kinds[other])}; a patch runs "
-            "one attention, so leave one of the two out."
+            f"{one} belongs to {_attentions_with(one)}, and {other} to {_attentions_with(other)}; a patch runs one "
+            "attention, so leave one of the two out."
         )
     for kind in preferred:
         if kind in fitting:
@@ -425,22 +397,21 @@ def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[Patc
     return fitting[0]
 
 
-def check_settings(settings: Iterable[str], kind: type[PatchConfig], instead: str | None = None) -> None:
+def check_settings(settings: Iterable[str], kind: type[PatchConfig], instead: str = "") -> None:
     """Raise ValueError unless all names are fields of a kind of patch; ``instead`` is the advice about other kinds'."""
-    own = [field.name for field in fields(kind)]
     for name in settings:
-        others = [other for other in KINDS if name in {field.name for field in fields(other)}]
-        if name not in own and others:
-            raise ValueError(
-                f"{name} is a setting of {_attentions(others)}, and this patch runs {kind.attention}, whose settings "
-                f"are {', '.join(own)}. "
-                + (instead or f"For the other attention call remove_mhla() and apply_mhla(..., {name}=...).")
-            )
-    check_names(settings, own, f"setting of {kind.attention}")
+        if name not in _names(kind) and (others := _attentions_with(name)):
+            instead = instead or f"For the other attention call remove_mhla() and apply_mhla(..., {name}=...)."
+            raise ValueError(f"{name} is a setting of {others}, and this patch runs {kind.attention}. {instead}")
+    check_names(settings, _names(kind), f"setting of {kind.attention}")
 
 
-def _attentions(kinds: Iterable[type[PatchConfig]]) -> str:
-    return " or ".join(kind.attention for kind in kinds)
+def _names(kind: type[PatchConfig]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _attentions_with(name: str) -> str:
+    return " or ".join(kind.attention for kind in KINDS if name in _names(kind))
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,8 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_choice(name: str, value: object, allowed: Sequence[object], listed_by: str = "") -> None:
-    """Raise ValueError, with the nearest names, unless a value is allowed.
-
-    ``listed_by`` is the command that lists what is allowed, if it is too much for an error.
-    """
-    if value not in allowed and listed_by:
-        raise ValueError(f"{name}={value!r} is unknown; {said_allowed(value, list(map(str, allowed)), listed_by)}")
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError, with the nearest names, unless a value is allowed."""
     if value not in allowed:
         near = nearest(value, allowed)
         words = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"

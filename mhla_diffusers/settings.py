@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, mo
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError, to_jsonable_python
 
-from .errors import check_names, nearest
+from .errors import check, nearest, said_allowed
 
 Integer = Annotated[int, Strict()]
 """No float, text or bool."""
@@ -35,6 +35,7 @@ Seed = Annotated[Integer, Field(ge=0, lt=2**63)]
 
 _RULES = ConfigDict(extra="forbid", allow_inf_nan=False)
 _Path = tuple[str | int, ...]
+_OURS = ("value_error", "missing")
 Made = TypeVar("Made")
 Kind = TypeVar("Kind", bound="Settings")
 
@@ -68,18 +69,15 @@ class Settings:
     @classmethod
     def _prepare(cls, content: Any) -> Any:
         """Reject unknown names and convert arrays."""
-        is_call = isinstance(content, ArgsKwargs)
-        given = (content.kwargs or {}) if is_call else content
+        given = content.kwargs or {} if isinstance(content, ArgsKwargs) else content
         if not isinstance(given, Mapping):
             return given
         known = [one.name for one in fields(cls)]
         for name in given:
-            try:
-                check_names([name], known, "setting")
-            except ValueError as error:
-                raise PydanticCustomError("unknown", "{said}", {"said": str(error), "name": name}) from error
-        plain = {name: _plain(value) for name, value in given.items()}
-        return ArgsKwargs((), plain) if is_call else plain
+            if name not in known:
+                allowed = said_allowed(name, known)
+                raise PydanticCustomError("unknown", "{allowed}", {"allowed": allowed, "name": name})
+        return {name: _plain(value) for name, value in given.items()}
 
     @classmethod
     def read(cls, content: Any) -> Self:
@@ -95,11 +93,7 @@ class Settings:
 
 
 def check_value(name: str, value: object, kind: Any) -> Any:
-    """Return an argument of a function, validated as a field of settings of a kind such as ``PositiveInteger | None``.
-
-    Raises:
-        ValueError: it is not allowed.
-    """
+    """Return an argument validated as a field of a kind such as ``PositiveInteger | None``, or raise ValueError."""
     value = _plain(value)
     try:
         return TypeAdapter(kind, config=_RULES).validate_python(value)
@@ -110,63 +104,52 @@ def check_value(name: str, value: object, kind: Any) -> Any:
 def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[str] = ()) -> Kind:
     """Read settings from the text of a YAML file; ``source`` is its path.
 
-    ``overrides`` are ``key=value`` with dotted keys, for example ``validation.every=100``; values are YAML.
-
-    Raises:
-        ValueError: malformed YAML, a malformed override, or settings that are not allowed. The message names the file,
-            the line and overrides of the setting.
+    ``overrides`` are ``key=value`` with dotted keys, for example ``validation.every=100``; values are YAML. ValueError,
+    which names the file with the line or the override, for malformed YAML or settings that are not allowed.
     """
     content = parse_yaml(text, str(source))
-    changed: dict[_Path, str] = {}
-    for override in overrides if isinstance(content, dict) else ():
-        changed[_set(content, override)] = override
+    changed = {_set(content, override): override for override in overrides if isinstance(content, dict)}
     try:
         return TypeAdapter(cls).validate_python(content)
     except ValidationError as error:
         path, said = _explain(error, content)
-        related = {key: override for key, override in changed.items() if key[: len(path)] == path[: len(key)]}
-        is_overridden = any(key == path[: len(key)] for key in related)  # then no line of the file is to blame
-        place = f"{source}, line {_line_of(text, path)}" if path and not is_overridden else str(source)
-        raise ValueError(f"{place}{' with ' if related else ''}{', '.join(related.values())}: {said}") from None
+        blamed = [override for key, override in changed.items() if key[: len(path)] == path[: len(key)]]
+        place = f" with {', '.join(blamed)}" if blamed else f", line {_line_of(text, path)}" if path else ""
+        raise ValueError(f"{source}{place}: {said}") from None
 
 
 def _explain(error: ValidationError, content: Any, begin: _Path = ()) -> tuple[_Path, str]:
     """Return the path of one value in the content that is not allowed, and a sentence about it."""
-    found = [(_path_in(content, (*begin, *one["loc"]), one["type"]), one) for one in error.errors(include_url=False)]
-    order = ("value_error", "missing", "unknown")  # of a union's members the one that fits best; a misspelt name first
-    path, worst = max(found, key=lambda one: (one[1]["type"] == order[-1], len(one[0]), one[1]["type"] in order))
-    name = ".".join(map(str, path))
+    errors = [(_path_in(content, (*begin, *one["loc"]), one["type"]), one) for one in error.errors(include_url=False)]
+    # a misspelt name first; of a union's members the one that fits best
+    path, worst = max(errors, key=lambda one: (one[1]["type"] == "unknown", len(one[0]), one[1]["type"] in _OURS))
+    name, given = ".".join(map(str, path)), worst["input"]
     if worst["type"] == "unknown":
-        own = worst["ctx"]["name"]
-        return (*path, own), worst["msg"].replace(repr(own), repr(".".join(map(str, (*path, own)))), 1)
+        path = (*path, worst["ctx"]["name"])
+        return path, f"Unknown setting {'.'.join(map(str, path))!r}; {worst['msg']}"
     if worst["type"] == "missing":
-        where = path[:-1]
-        lacking = [str(one[-1]) for one, each in found if one[:-1] == where and each["type"] == "missing"]
-        return where, f"{'.'.join(map(str, where)) or 'The configuration'} lacks {', '.join(lacking)}."
+        lacking = [str(one["loc"][-1]) for where, one in errors if where == path and one["type"] == "missing"]
+        return path, f"{name or 'The configuration'} lacks {', '.join(lacking)}."
     if worst["type"] == "value_error":
         said = str(worst["ctx"]["error"])
-        if not path or said.startswith(f"{name}="):
-            return path, said
-        return path, f"{name}{'=' if said.startswith(repr(worst['input'])) else ': '}{said}"
-    words = dict.fromkeys(re.sub(r"^\w+ should ", "", one["msg"]) for where, one in found if where == path)
-    said = " or ".join("be named settings" if " an instance of " in one else one for one in words)
+        return path, said if not path or said.startswith(f"{name}=") else f"{name}: {said}"
+    words = dict.fromkeys(re.sub(r"^\w+ should ", "", one["msg"]) for where, one in errors if where == path)
     choices = re.findall(r"'([^']*)'", str(worst.get("ctx", {}).get("expected", "")))
-    near = nearest(worst["input"], choices) if isinstance(worst["input"], str) else ""
-    value = f"{name}={worst['input']!r}" if name else f"The configuration, {worst['input']!r},"
-    return path, f"{value} must {said.replace(' or be ', ' or ')}{f'; {near}' if near else '.'}"
+    near = nearest(given, choices) if isinstance(given, str) else ""
+    value = f"{name}={given!r}" if name else f"The configuration, {given!r},"
+    return path, f"{value} must {' or '.join(words)}{f'; {near}' if near else '.'}"
 
 
 def _path_in(content: Any, location: _Path, kind: str) -> _Path:
-    """Return where pydantic found an error of a kind, without its names for the members of unions."""
-    path = location[:1]
-    for place, name in enumerate(location):
+    """Return the part of pydantic's location of an error that the content has, without the members of unions."""
+    path: _Path = ()
+    for name in location:
         try:
             content = content[name]
-        except (LookupError, TypeError):  # a missing name, or a union's member
-            path += location[place:] if kind == "missing" and place == len(location) - 1 > 0 else ()
-        else:
-            path += (name,) if place else ()
-    return path
+        except (LookupError, TypeError):
+            continue
+        path += (name,)
+    return path if path or kind == "missing" else location[:1]  # a default that is not allowed
 
 
 def _plain(value: Any) -> Any:
@@ -179,21 +162,12 @@ def _plain(value: Any) -> Any:
 def _set(content: Any, override: str) -> _Path:
     """Set a value from the command line; return its path."""
     key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ValueError(f"Override {override!r} must look like key=value, for example validation.every=100.")
-    path: _Path = ()
-    names = key.split(".")
-    for number, name in enumerate(names, start=1):
-        is_index = isinstance(content, list) and name.isdigit() and int(name) < len(content)
-        if not is_index and not isinstance(content, dict):
-            count = f"; the list has {len(content)} entries, counted from 0" if isinstance(content, list) else ""
-            raise ValueError(f"Override {override!r}: there is no {name!r} to set{count}.")
-        place = int(name) if is_index else name
-        path = (*path, place)
-        if number == len(names):
-            content[place] = parse_yaml(text, f"Override {override!r}")
-        else:
-            content = content[place] if is_index else content.setdefault(place, {})
+    check(bool(key and separator), f"Override {override!r} must look like key=value, such as validation.every=100.")
+    *outer, last = path = tuple(key.split("."))
+    for name in outer:
+        content = content.setdefault(name, {}) if isinstance(content, dict) else None
+    check(isinstance(content, dict), f"Override {override!r}: {'.'.join(outer)} holds no settings; replace it whole.")
+    content[last] = parse_yaml(text, f"Override {override!r}")
     return path
 
 

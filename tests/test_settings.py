@@ -71,23 +71,24 @@ TEXT = "parts:\n  - rate: 1e-4\n  - rate: 2\n    kind: slow\npair: [1, 2]\n"
 
 
 def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
-    found = read_yaml(Outer, TEXT, "a.yaml", ["parts.1.rate=3", "named.x=y"])
-    assert found == Outer((Inner(1e-4), Inner(3.0, "slow")), (1, 2), {"x": "y"})
+    found = read_yaml(Outer, TEXT, "a.yaml", ["pair=[3, 4]", "named.x=y"])
+    assert found == Outer((Inner(1e-4), Inner(2.0, "slow")), (3, 4), {"x": "y"})
     assert Outer.read(found.to_dict()) == found
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
+        (TEXT, ["code=b"], "a.yaml with code=b: code='b' must match pattern '^a+$'."),
+        (TEXT.replace("rate: 2", "rate: 0"), [], "a.yaml, line 3: parts.1.rate=0 must be greater than 0."),
+        (TEXT.replace("rate: 1e-4", "{}"), [], "a.yaml, line 2: parts.0 lacks rate."),
+        (TEXT.replace("slow", "slwo"), [], "parts.1.kind='slwo' must be 'fast' or 'slow'; did you mean 'slow'?"),
         (
-            TEXT,
-            ["parts.1.rate=0"],
-            "a.yaml with parts.1.rate=0: parts.1.rate=0 must be greater than 0.",
+            TEXT.replace("rate: 2", "rat: 2"),
+            [],
+            "line 3: Unknown setting 'parts.1.rat'; did you mean 'rate'? Allowed: rate, kind.",
         ),
-        (TEXT, ["parts.0={}"], "a.yaml with parts.0={}: parts.0 lacks rate."),
-        (TEXT, ["parts.0.kind=slwo"], "parts.0.kind='slwo' must be 'fast' or 'slow'; did you mean 'slow'?"),
-        (TEXT, ["parts.0.rat=1"], "Unknown setting 'parts.0.rat'; did you mean 'rate'? Allowed: rate, kind."),
-        (TEXT, ["parts.2.rate=1"], "Override 'parts.2.rate=1': there is no '2' to set; the list has 2 entries"),
+        (TEXT, ["parts.1.rate=1"], "Override 'parts.1.rate=1': parts.1 holds no settings; replace it whole."),
         (TEXT, ["parts"], "Override 'parts' must look like key=value"),
         (TEXT, ["pair=[1"], "Override 'pair=[1' is not valid YAML"),
         (
@@ -96,10 +97,10 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
             "line 5: pair=[1, 2, 3] must have at most 2 items after validation, not 3.",
         ),
         (TEXT.replace("[1, 2]", "[1, x]"), [], "line 5: pair.1='x' must be a valid integer."),
-        (TEXT + "named: {a: 1.5}\n", [], "line 6: named.a=1.5 must be a valid string or a valid integer."),
+        (TEXT + "named: {a: 1.5}\n", [], "line 6: named.a=1.5 must be a valid string or be a valid integer."),
         (TEXT + "code: xyz\n", [], "line 6: code='xyz' must match pattern '^a+$'."),
         (TEXT + "pair: 3\n", [], "'pair' is given twice"),
-        ("- 1\n", [], "a.yaml: The configuration, [1], must be named settings."),
+        ("- 1\n", [], "a.yaml: The configuration, [1], must be a dictionary or an instance of Outer."),
     ],
 )
 def test_errors_say_where_and_what(text, overrides, message):

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mhla_diffusers.demo.adaptation import digit_latents, train_or_go_on
+from mhla_diffusers.demo.adaptation import digit_latents
 from mhla_diffusers.demo.judging import CLASSIFIER_FILE, DigitClassifier
 from mhla_diffusers.families import Sample
 from mhla_diffusers.tiny import TINY, TinyPipeline, pipeline_folder
@@ -39,7 +39,7 @@ from mhla_diffusers.tiny.digits import (
     load_digits,
     to_rgb,
 )
-from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig
+from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig, train
 
 HELD_OUT = 32
 LATENT_CHANNELS = 4
@@ -586,7 +586,7 @@ def train_pipeline(recipe: Recipe, output: Path, seed: int = 0) -> Any:
 def _train_phase(pipe: Any, data: InMemoryData, phase: Phase, folder: Path, seed: int) -> None:
     if phase.frames < FRAMES:
         data = cut_clips(data, phase.frames, HELD_OUT)
-    result = train_or_go_on(pipe.transformer, data, training_config(phase, folder, seed))
+    result = train(pipe.transformer, data, training_config(phase, folder, seed), resume="latest")
     if result.result is None:
         raise SystemExit(f"Stopped after step {result.step}; the same command goes on.")
 

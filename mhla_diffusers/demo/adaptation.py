@@ -22,14 +22,13 @@ from ..training import (
     InMemoryData,
     ObjectiveWeights,
     TrainingConfig,
-    TrainingResult,
     ValidationConfig,
     begin_with,
     read_metrics,
     train,
 )
 from ..training.data.batches import NoisedBatches, stack_samples
-from ..training.validation import Sampler, validation_loss
+from ..training.validation import validation_loss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the tiny pipelines were trained with, alone."""
@@ -175,19 +174,11 @@ class Adaptation:
         }
         return TrainingConfig(str(output), patch=patch, **{**settings, **changes})
 
-    def adapt(
-        self,
-        pipe: Any,
-        runs: Sequence[dict[str, Any]],
-        output: Path,
-        sampler: Sampler | None = None,
-        **changes: Any,
-    ) -> None:
+    def adapt(self, pipe: Any, runs: Sequence[dict[str, Any]], output: Path, **changes: Any) -> None:
         """Train the transformer of a pipeline of :meth:`patched`, from its last checkpoint if interrupted.
 
         ``runs`` has the settings of the run, or of attention transfer and of the run that begins with its result;
-        ``output`` is the folder of the last run, which holds that of the first. ``sampler`` is called whenever the
-        held-out loss was measured; ``changes`` are as of :meth:`config`.
+        ``output`` is the folder of the last run, which holds that of the first; ``changes`` are as of :meth:`config`.
         """
         patch: str | PatchConfig | None = next((patched.config for patched in find_patched(pipe).values()), None)
         *first, last = runs
@@ -195,11 +186,11 @@ class Adaptation:
             folder = output / TRANSFER_RUN
             if not (folder / "result").is_dir():
                 config = self.config(patch, folder, **{**settings, **changes})
-                train_or_go_on(pipe.transformer, self.data, config, sampler)
+                train(pipe.transformer, self.data, config, resume="latest")
             patch = str(folder / "result")
             pipe.transformer = begin_with(folder / "result", load_tiny(self.tiny.family, self.device).transformer)
         config = self.config(patch, output, **{**last, **changes})
-        train_or_go_on(pipe.transformer, self.data, config, sampler)
+        train(pipe.transformer, self.data, config, resume="latest")
         pipe.transformer.to(self.device).eval()
 
     def held_out_losses(self, pipe: Any) -> list[float]:
@@ -219,13 +210,6 @@ class Adaptation:
         noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0)).to(self.device)
         process = trained_family(transformer).training.process(transformer, _FLOW_SHIFT)
         return process.make_batch(latents, noise, quantiles.to(self.device), conditioning)
-
-
-def train_or_go_on(
-    transformer: Any, data: InMemoryData, config: TrainingConfig, sampler: Sampler | None = None
-) -> TrainingResult:
-    """Train, from the last checkpoint where the folder holds a run that was interrupted."""
-    return train(transformer, data, config, resume="latest", sampler=sampler)
 
 
 def held_out_curve(run: Path) -> list[tuple[int, float]]:

@@ -20,11 +20,6 @@ RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""
 
 
-def attention_matrices(transformer: nn.Module, batch: TransformerCall) -> dict[str, torch.Tensor]:
-    """Return the matrices of :func:`each_attention_matrix` together: name → float64 (B, H, N, N)."""
-    return dict(each_attention_matrix(transformer, batch))
-
-
 @torch.no_grad()
 def each_attention_matrix(
     transformer: nn.Module, batch: TransformerCall, names: Collection[str] | None = None
@@ -92,13 +87,3 @@ def entropy(matrix: torch.Tensor) -> float:
     # linear attention gives every key 0 where all channels of a query are negative
     weights = matrix.abs() / total.clamp_min(torch.finfo(total.dtype).tiny)
     return float(torch.special.entr(weights).sum(dim=-1).mean())
-
-
-def mean_rank(matrices: dict[str, torch.Tensor]) -> float:
-    """Average :func:`rank` over layers."""
-    return sum(map(rank, matrices.values())) / len(matrices)
-
-
-def mean_entropy(matrices: dict[str, torch.Tensor]) -> float:
-    """Average :func:`entropy` over layers."""
-    return sum(map(entropy, matrices.values())) / len(matrices)

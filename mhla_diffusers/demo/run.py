@@ -1,7 +1,9 @@
 """Run the demo: generate with each attention that ships adapted, measure, adapt two live: one page."""
 
+import math
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from html import escape
@@ -22,15 +24,13 @@ from ..settings import Count, Integer, Seed, Settings, settings
 from ..tiny import tiny_pipeline
 from .adaptation import Adaptation, held_out_curve, load_variant, runs_of, variants
 from .judging import Yardstick
-from .matrices import attention_matrices, mean_entropy, mean_rank
+from .matrices import each_attention_matrix, entropy, rank
 from .page import draw_losses, draw_samples
 
 _LIVE = ("linear", "mhla")
 """Which variants are adapted live, by ``Variant.short``; SANA has the second alone."""
 _TRANSFER = 0.4
 """Updates of attention transfer before them, as a part of the updates, where the recipe has any."""
-_STEADY = 0.25
-"""Spread of repeated times, (80th − 20th percentile) / median, beyond which the machine was busy."""
 _HEADER = (
     "attention",
     "held-out loss ↓",
@@ -73,8 +73,8 @@ class Row:
     frechet_distance: float
     rank: float
     entropy: float
-    seconds_per_step: float | None = None
-    """Seconds of the transformer with two samples; None in all rows where the machine was too busy to measure."""
+    seconds_per_step: float | None
+    """Median seconds of the transformer with two samples."""
 
 
 def run_demo(config: DemoConfig) -> list[Row]:
@@ -85,115 +85,94 @@ def run_demo(config: DemoConfig) -> list[Row]:
     """
     check_writable(config.output)
     require_matplotlib()
-    started = time.perf_counter()
+    started, tiny = time.perf_counter(), tiny_pipeline(config.family)
     show_loading(False)
     try:
-        demo = Demo(config)
-        rows = demo.compare()
-        if config.updates:
-            demo.adapt_live(goal=rows[0].held_out_loss)
+        every = max(1, config.updates // 5)
+        adaptation = Adaptation(tiny, config.samples, config.held_out, config.seed, every, config.device)
+        yardstick = Yardstick(tiny, tiny.random_scenes(config.scenes, config.seed), config.seed)
+        pipes = {one.name: load_variant(tiny, one, config.device) for one in variants(tiny)}
+        typer.echo(f"tiny-{config.family}: {len(pipes)} attentions, {config.scenes} scenes")
+        pictures = {name: yardstick.generate(pipe) for name, pipe in pipes.items()}
+        rows = _measure(pipes, pictures, adaptation, yardstick)
+        table = _HEADER, [_cells(row) for row in rows]
+        typer.echo(f"\n{text_table(*table, right=True)}\n")
+        curves = _adapt_live(config, adaptation) if config.updates else {}
     finally:
         show_loading(True)
-    demo.write(minutes=(time.perf_counter() - started) / 60)
+    samples = draw_samples(pictures, yardstick.scenes, config.output / "samples")
+    remark = f"Every row but the first is a patch that ships adapted; {rows[0].name} was trained on for as long."
+    body = f"<h2>Is it good?</h2><p>{escape(remark)}</p>{html_table(*table)}"
+    body += html_media(samples, "What each attention generates, by the same noise")
+    if curves:
+        draw_losses(curves, rows[0].held_out_loss, config.output / "loss.png")
+        heading = "Held-out loss while two of them adapt"
+        body += f"<h2>{heading}</h2>{html_media(config.output / 'loss.png', heading)}"
+    conditions = measure.gather_conditions(torch.device(config.device))
+    circumstances = {name: conditions[name] for name in ("device", "torch", "date")}
+    circumstances["minutes"] = f"{(time.perf_counter() - started) / 60:.1f}"
+    settings = {**asdict(config), "output": str(config.output)}
+    results = {"config": settings, "rows": [asdict(row) for row in rows], "live": curves}
+    write_json({**results, "circumstances": circumstances}, config.output / "results.json")
+    facts = escape(", ".join(f"{name}: {value}" for name, value in circumstances.items()))
+    page = config.output / "index.html"
+    said = f"<p>Everything on this page was computed in one run ({facts}).</p>"
+    write_text(html_page(f"MHLA on tiny-{config.family}", said + body), page)
+    typer.echo(f"{page} shows all of it.")
     return rows
 
 
-class Demo:
-    """The parts of the demo; each adds a section to the page."""
+def _measure(
+    pipes: Mapping[str, Any],
+    pictures: Mapping[str, Sequence[torch.Tensor]],
+    adaptation: Adaptation,
+    yardstick: Yardstick,
+) -> list[Row]:
+    """Measure every variant; timed forwards take turns and have two samples, as guidance has them."""
 
-    def __init__(self, config: DemoConfig) -> None:
-        self.config, self.tiny, self.output = config, tiny_pipeline(config.family), config.output
-        self.adaptation = Adaptation(
-            self.tiny, config.samples, config.held_out, config.seed, max(1, config.updates // 5), config.device
-        )
-        self.yardstick = Yardstick(self.tiny, self.tiny.random_scenes(config.scenes, config.seed), config.seed)
-        self.variants = variants(self.tiny)
-        self.pipes = {variant.name: load_variant(self.tiny, variant, config.device) for variant in self.variants}
-        self.sections: dict[str, str] = {}
-        """Heading → HTML."""
-        self.results: dict[str, Any] = {"config": {**asdict(config), "output": str(config.output)}}
-        typer.echo(f"tiny-{config.family}: {len(self.pipes)} attentions, {config.scenes} scenes")
+    def last_samples(pipe: Any, count: int) -> Any:
+        total = len(adaptation.data)  # half noised
+        return adaptation.batch(pipe.transformer, range(total - count, total), torch.full((count,), 0.5))
 
-    def compare(self) -> list[Row]:
-        """Generate and measure with every variant: the table, and the same noise side by side.
-
-        Forwards have two samples, as guidance has them, and all take turns. On a busy machine there are no times.
-        """
-        runs: measure.Runs = {
-            measure.Row(name): partial(predict, pipe.transformer, self._last_samples(pipe, 2))
-            for name, pipe in self.pipes.items()
-        }
-        with torch.no_grad():
-            found = measure.time_interleaved(runs, torch.device(self.config.device), seconds=2.0, least=7)
-        timed = {row.variant: row for row in found}
-        is_steady = all(row.median is not None and row.spread <= _STEADY for row in found)
-        pictures, rows, cells = {}, [], []
-        for name, pipe in self.pipes.items():
-            pictures[name] = self.yardstick.generate(pipe)
-            call = TransformerCall((), arguments_of(pipe.transformer, self._last_samples(pipe, 1)))
-            matrices = attention_matrices(pipe.transformer, call)
-            row = Row(
+    runs: measure.Runs = {
+        measure.Row(name): partial(predict, pipe.transformer, last_samples(pipe, 2)) for name, pipe in pipes.items()
+    }
+    with torch.no_grad():
+        found = measure.time_interleaved(runs, torch.device(adaptation.device), seconds=2.0, least=7)
+    seconds = {row.variant: row.median for row in found}
+    rows = []
+    for name, pipe in pipes.items():
+        call = TransformerCall((), arguments_of(pipe.transformer, last_samples(pipe, 1)))
+        matrices = dict(each_attention_matrix(pipe.transformer, call)).values()
+        rows.append(
+            Row(
                 name=name,
-                held_out_loss=fmean(self.adaptation.held_out_losses(pipe)),
-                digit_accuracy=self.yardstick.accuracy(pictures[name]),
-                frechet_distance=self.yardstick.distance(pictures[name]),
-                rank=mean_rank(matrices),
-                entropy=mean_entropy(matrices),
-                seconds_per_step=timed[name].median if is_steady else None,
+                held_out_loss=fmean(adaptation.held_out_losses(pipe)),
+                digit_accuracy=yardstick.accuracy(pictures[name]),
+                frechet_distance=yardstick.distance(pictures[name]),
+                rank=fmean(map(rank, matrices)),
+                entropy=fmean(map(entropy, matrices)),
+                seconds_per_step=seconds[name],
             )
-            rows.append(row)
-            milliseconds = [] if row.seconds_per_step is None else [f"{1000 * row.seconds_per_step:.1f}"]
-            cells.append([name, f"{row.held_out_loss:.4f}", f"{row.digit_accuracy:.1%}"])
-            cells[-1] += [f"{row.frechet_distance:.2f}", f"{row.rank:.1f}", f"{row.entropy:.2f}", *milliseconds]
-            typer.echo(f"  {name}: {row.digit_accuracy:.0%} of the digits recognised")
-        self.results["rows"] = [asdict(row) for row in rows]
-        header = _HEADER[: len(cells[0])]
-        typer.echo(f"\n{text_table(header, cells, right=True)}\n")
-        remark = f"Every row but the first is a patch that ships adapted; {rows[0].name} was trained on for as long."
-        if not is_steady:
-            remark += " There are no times, since the machine was busy: they spread too much to be reliable."
-        samples = draw_samples(pictures, self.yardstick.scenes, self.output / "samples")
-        media = html_media(samples, "What each attention generates, by the same noise")
-        self.sections["Is it good?"] = f"<p>{escape(remark)}</p>{html_table(header, cells)}{media}"
-        return rows
+        )
+    return rows
 
-    def _last_samples(self, pipe: Any, count: int) -> Any:
-        """Return the last samples of the data, half noised."""
-        total = len(self.adaptation.data)
-        return self.adaptation.batch(pipe.transformer, range(total - count, total), torch.full((count,), 0.5))
 
-    def adapt_live(self, goal: float) -> None:
-        """Adapt two by a shortened recipe, from the weights that ship; ``loss.png`` is redrawn as they go on."""
-        live = [variant for variant in self.variants if variant.short in _LIVE]
-        updates, file = self.config.updates, self.output / "loss.png"
-        names = " and ".join(variant.name for variant in live)
-        typer.echo(f"Live: {names}, {updates} updates each; {file} is drawn again as they go on")
-        shutil.rmtree(self.output / "live", ignore_errors=True)  # from an earlier demo, perhaps with another length
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for variant in live[::-1]:
-            run = self.output / "live" / variant.short
+def _cells(row: Row) -> list[str]:
+    cells = [row.name, f"{row.held_out_loss:.4f}", f"{row.digit_accuracy:.1%}", f"{row.frechet_distance:.2f}"]
+    return [*cells, f"{row.rank:.1f}", f"{row.entropy:.2f}", f"{1000 * (row.seconds_per_step or math.nan):.1f}"]
 
-            def redraw(_: torch.nn.Module, __: Path, name: str = variant.name, run: Path = run) -> None:
-                curves[name] = held_out_curve(run)
-                draw_losses(curves, goal, file)
 
-            *transfer, end_to_end = runs_of(variant, self.tiny)
-            first = [{**settings, "steps": max(1, round(_TRANSFER * updates))} for settings in transfer]
-            runs = *first, {**end_to_end, "steps": updates}
-            self.adaptation.adapt(self.adaptation.patched(variant.patch), runs, run, redraw)
-            curves[variant.name] = held_out_curve(run)
-        self.results["live"] = curves
-        heading = "Held-out loss while two of them adapt"
-        self.sections[heading] = html_media(file, heading)
-
-    def write(self, minutes: float) -> None:
-        """Write the record and last the page, whose images are inside it, so that the file can be sent alone."""
-        conditions = measure.gather_conditions(torch.device(self.config.device))
-        circumstances = {name: conditions[name] for name in ("device", "torch", "date")} | {"minutes": f"{minutes:.1f}"}
-        write_json({**self.results, "circumstances": circumstances}, self.output / "results.json")
-        facts = escape(", ".join(f"{name}: {value}" for name, value in circumstances.items()))
-        said = "Everything on this page was computed in one run"
-        sections = "".join(f"<h2>{escape(heading)}</h2>{part}" for heading, part in self.sections.items())
-        page = html_page(f"MHLA on tiny-{self.tiny.family}", f"<p>{said} ({facts}).</p>{sections}")
-        write_text(page, self.output / "index.html")
-        typer.echo(f"{self.output / 'index.html'} shows all of it.")
+def _adapt_live(config: DemoConfig, adaptation: Adaptation) -> dict[str, list[tuple[int, float]]]:
+    """Adapt two by a shortened recipe, from the weights that ship, and return their held-out losses."""
+    tiny, folder = adaptation.tiny, config.output / "live"
+    shutil.rmtree(folder, ignore_errors=True)  # from an earlier demo, perhaps with another length
+    curves = {}
+    for variant in [variant for variant in variants(tiny) if variant.short in _LIVE]:
+        typer.echo(f"Live: {variant.name}, {config.updates} updates")
+        *transfer, end_to_end = runs_of(variant, tiny)
+        first = [{**settings, "steps": max(1, round(_TRANSFER * config.updates))} for settings in transfer]
+        runs = *first, {**end_to_end, "steps": config.updates}
+        adaptation.adapt(adaptation.patched(variant.patch), runs, folder / variant.short)
+        curves[variant.name] = held_out_curve(folder / variant.short)
+    return curves

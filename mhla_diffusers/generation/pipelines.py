@@ -16,7 +16,7 @@ import torch
 
 from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
-from ..errors import check_choice, check_names, nearest
+from ..errors import check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
 from ..files import fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
@@ -286,7 +286,7 @@ def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], d
 
 def family_named(name: str) -> Family:
     """Return the registered family of diffusion models of that name; ValueError if there is none."""
-    check_choice("family", name, [family.name for family in families()], "mhla info")
+    check_names([name], [family.name for family in families()], "family", "mhla info")
     return get_family(name)
 
 

@@ -213,7 +213,6 @@ class Patched:
         run, step, timesteps = sampling
         tally = run.tallies.get(id(self))
         if tally is None:
-            config.check_steps(step.count)
             dense = len(config.dense_steps(step.count))
             if dense == step.count:
                 self.log.once(

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.auditing import TransformerCall
-from mhla_diffusers.demo.matrices import attention_matrices, mean_entropy, mean_rank
+from mhla_diffusers.demo.matrices import each_attention_matrix, entropy, rank
 from mhla_diffusers.files import write_json
 from mhla_diffusers.patching import register_mixing_clip
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, write_table
@@ -123,13 +124,13 @@ def judge(model: PooledViT, held_out: int) -> dict[str, Any]:
     right = [
         model(some)[0].argmax(dim=1) == sums for some, sums in zip(pixels.split(64), labels.split(64), strict=True)
     ]
-    matrices = attention_matrices(model, TransformerCall((pixels[:LOOKED_AT],), {}))
+    matrices = dict(each_attention_matrix(model, TransformerCall((pixels[:LOOKED_AT],), {})))
     middle = (SIZE // PATCH) ** 2 // 2 + SIZE // PATCH // 2
     row = matrices["layers.1.attn"][0, :, middle].mean(dim=0)
     return {
         "top-1": torch.cat(right).float().mean().item(),
-        "rank": mean_rank(matrices),
-        "entropy": mean_entropy(matrices),
+        "rank": fmean(map(rank, matrices.values())),
+        "entropy": fmean(map(entropy, matrices.values())),
         "map": [round(weight, 6) for weight in row.tolist()],
     }
 

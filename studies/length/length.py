@@ -27,14 +27,14 @@ from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_cla
 from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla
 from mhla_diffusers.benchmark import measure
 from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
-from mhla_diffusers.demo.adaptation import DIFFUSION, train_or_go_on
+from mhla_diffusers.demo.adaptation import DIFFUSION
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.files import check_writable, read_json, write_json, write_tensors, written_aside
 from mhla_diffusers.patching import find_patched
 from mhla_diffusers.reporting import require_matplotlib, write_table
-from mhla_diffusers.training import ObjectiveWeights, TrainingConfig, ValidationConfig, begin_with
+from mhla_diffusers.training import ObjectiveWeights, TrainingConfig, ValidationConfig, begin_with, train
 
 TEXT_DIM, DIGITS = 64, 3
 """Channels of a caption's words, and digits of a scene."""
@@ -219,7 +219,7 @@ class Study:
             validation=ValidationConfig(self.size.held_out, every=10**9),
             **settings,
         )
-        return train_or_go_on(model, data, config).finished
+        return train(model, data, config, resume="latest").finished
 
     def train_softmax(self) -> bool:
         """Train the model with softmax attention, short clips first; whether it finished."""

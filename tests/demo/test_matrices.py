@@ -5,7 +5,7 @@ import torch
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.auditing import TransformerCall
-from mhla_diffusers.demo.matrices import attention_matrices, each_attention_matrix, entropy, rank
+from mhla_diffusers.demo.matrices import each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.mhla import project_tokens
 
@@ -58,7 +58,7 @@ def test_the_matrix_times_the_value_is_what_the_attention_gives(name, patch):
         apply_mhla(model, **({"blocks": models.FAMILIES[name].blocks} if "sparse" not in patch else {}), **settings)
     call = TransformerCall((), models.inputs(name))
     found, values = attended(model, call)
-    matrices = attention_matrices(model, call)
+    matrices = dict(each_attention_matrix(model, call))
     assert set(found) == set(matrices)
     for layer, matrix in matrices.items():
         expected = matrix @ values[layer].double()

@@ -150,7 +150,7 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("stable-cascade", "x"), "family='stable-cascade' is unknown; "),
+        (("stable-cascade", "x"), "Unknown family 'stable-cascade'; "),
         (("dit",), "mhla generate dit seven"),
         (("wan",), 'mhla generate wan "a seven moving left"'),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),

@@ -116,13 +116,6 @@ def test_other_values_are_refused(settings):
         SparseConfig(**{"dense_last": 0, "dense_first": 0, "dense_every": 0} | settings)
 
 
-def test_more_dense_steps_than_a_call_has_are_refused():
-    pipe = mhla.apply_mhla(dit_pipeline(), **PLAIN | {"dense_first": 3})
-    with refused("dense_first=3", "2 denoising steps"):
-        pictures("dit", pipe, 2)
-    pictures("dit", pipe, 4)
-
-
 # Every pipeline, scheduler and solver
 
 

@@ -50,7 +50,7 @@ def test_a_pipeline_is_made_kept_and_installed(making, tmp_path, monkeypatch, as
     made = making.train_pipeline(recipe, tmp_path / "run")
     # what is finished is taken from the folder, so that nothing of it changes
     monkeypatch.setattr(making, "train_autoencoder", None)
-    monkeypatch.setattr(making, "train_or_go_on", None)
+    monkeypatch.setattr(making, "train", None)
     again = making.train_pipeline(recipe, tmp_path / "run")
     for name in ("transformer", "vae"):
         for key, value in getattr(made, name).state_dict().items():

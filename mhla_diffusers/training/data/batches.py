@@ -6,7 +6,6 @@ import logging
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -144,9 +143,9 @@ class NoisedBatches:
                     yield [(order[at][place], draw) for place, draw in zip(places, draws, strict=True)]
 
         loader: DataLoader[Any] = DataLoader(
-            _Keys(),
-            batch_sampler=indices(),
-            collate_fn=partial(_read, self._data),
+            _Batches(self._data),
+            batch_size=None,
+            sampler=indices(),
             num_workers=config.workers,
             worker_init_fn=ignore_interrupts,
         )
@@ -191,19 +190,18 @@ def ignore_interrupts(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class _Keys(Dataset[Any]):
-    """Data whose samples are the keys that they are asked for by."""
+class _Batches(Dataset[Any]):
+    """Batches, each asked for by the (index, draw) of its samples."""
 
-    def __getitem__(self, key: Any) -> Any:
-        return key
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
 
-
-def _read(data: TrainingData, indices: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | Exception:
-    """Read a batch, or return the exception, of which workers would send only the traceback's text."""
-    try:
-        return stack_samples([with_one_caption(data[index], draw) for index, draw in indices])
-    except (ValueError, OSError) as error:
-        return error
+    def __getitem__(self, key: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | Exception:
+        """Read a batch, or return the exception, of which workers would send only the traceback's text."""
+        try:
+            return stack_samples([with_one_caption(self._data[index], draw) for index, draw in key])
+        except (ValueError, OSError) as error:
+            return error
 
 
 def with_one_caption(sample: Sample, draw: int) -> Sample:

@@ -68,9 +68,7 @@ _LINE = TypeAdapter(CachedFile)
 def read_index(folder: Path) -> tuple[dict[str, Any], list[CachedFile]]:
     """Read what made a cache, and its files; a last line that a killed process left unfinished does not count.
 
-    Raises:
-        FileNotFoundError: no cache.
-        ValueError: a damaged index, or one of an earlier version.
+    FileNotFoundError for no cache, ValueError for a damaged index or one of an earlier version.
     """
     path = folder / INDEX_NAME
     if not path.is_file():
@@ -103,10 +101,7 @@ class LatentCache:
     """The clips of a cache, as training data; each file is compared with its hash when it is read.
 
     Files of several sources alternate in proportion, so that the last ones, which are held out, are of each.
-
-    Raises:
-        FileNotFoundError: no cache there, or files are missing.
-        ValueError: a damaged index or empty prompt, or no clips.
+    FileNotFoundError where the cache or a file is missing; ValueError for a damaged one, or no clips.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -156,15 +151,9 @@ class LatentCache:
 class CacheWriter:
     """Makes a cache, or goes on with one; what a killed process loses is the file that it was at.
 
-    Args:
-        folder: created, or continued.
-        made_with: model and settings.
-        contents: name of every source file → what identifies its content; the cache loses all other files.
-        empty: conditioning of the empty prompt.
-        shares: source → its share of an epoch.
-
-    Raises:
-        ValueError: the folder holds clips of another model, of other settings, or of other files alone.
+    ``contents`` maps every source file to what identifies its content, and the cache loses all other files; ``shares``
+    maps a source to its share of an epoch. ValueError if the folder holds clips of another model, of other settings
+    (``made_with``), or of other files alone.
     """
 
     def __init__(

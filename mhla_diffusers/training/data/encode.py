@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from ...settings import Number, PositiveInteger, check_value
 from .batches import CAPTION
 from .cache import CachedClip, CachedFile, CacheWriter, LatentCache
 from .clips import Clips
-from .media import Media, contents_of, read_ahead
+from .media import ClipRead, Media, contents_of, read_files
 from .model import DataModel
 from .sources import read_sources
 
@@ -32,20 +33,13 @@ def encode_folder(
     """Encode videos or images with captions into a cache, and return its files; goes on with an earlier call.
 
     Unreadable files are left out, with the reason in the index. Changed files and captions are encoded again, and
-    clips of files that are gone are removed.
-
-    Args:
-        pipe: the pipeline of ``model``, whose autoencoder and text encoder are used.
-        model: Hub id or folder.
-        source: as :func:`~.sources.read_sources` takes it.
-        output: folder of the cache.
-        clips: what to cut out of every file; None for what the source says, or the model's own clip.
+    clips of files that are gone are removed. ``pipe`` is the pipeline of ``model``, ``source`` what
+    :func:`~.sources.read_sources` takes; ``clips`` None means what the source says, or the model's own clip.
 
     Raises:
-        FileNotFoundError: nothing to encode.
-        ValueError: captions that are not a class of the DiT; sizes that the model cannot take; a cache made with other
-            settings; latents that are not finite; or no readable file.
-        OSError: the folder cannot be written, or another run has it.
+        FileNotFoundError, OSError: nothing to encode; the folder cannot be written, or another run has it.
+        ValueError: captions or sizes that the model cannot take, a cache made with other settings, latents that are
+            not finite, or no readable file.
     """
     data, sources = DataModel(model), read_sources(source)
     clips, media = data.fitted(clips or sources.clip), sources.media()
@@ -59,22 +53,17 @@ def encode_folder(
         writer = CacheWriter(output, made_with, contents, empty, sources.shares)
         kept = {file.name for file in writer.files}
         left = [item for item in media if item.name not in kept]
-        encoded: list[CachedClip] = []
-        problem, slow = None, set[str]()
-        with progress(total=len(media), initial=len(kept), desc="encode") as bar:
-            for item, clip in read_ahead(left, clips):
-                if isinstance(clip, str):
-                    problem = clip
-                elif clip is not None:
-                    sample = _encoded(pipe, data.family, clip.pixels, item.captions)
-                    _check_finite(sample["latents"], model, item.name, "use another precision, or leave the file out")
-                    encoded.append(writer.write(sample, clip.bucket, clip.start))
-                    slow |= {item.name} if clip.bucket[0] > 1 and 0 < clip.fps < 0.9 * clips.fps else set()
-                else:
-                    content = contents[item.name]
-                    writer.add(CachedFile(item.name, item.caption, content, item.origin, problem, tuple(encoded)))
-                    encoded, problem = [], None
-                    bar.update()
+        slow = set[str]()
+
+        def keep(item: Media, clip: ClipRead) -> CachedClip:
+            sample = _encoded(pipe, data.family, clip.pixels, item.captions)
+            _check_finite(sample["latents"], model, item.name, "use another precision, or leave the file out")
+            if clip.bucket[0] > 1 and 0 < clip.fps < 0.9 * clips.fps:
+                slow.add(item.name)
+            return writer.write(sample, clip.bucket, clip.start)
+
+        for file in progress(read_files(left, clips, keep), total=len(media), initial=len(kept), desc="encode"):
+            writer.add(replace(file, content=contents[file.name]))
     if slow:
         logger.warning(
             "%d of %d files have fewer frames per second than fps, so that some are repeated; ask for fewer, or leave "
@@ -113,20 +102,9 @@ def synthesize(
 ) -> LatentCache:
     """Make a cache of latents that the unpatched pipeline generates, and return it; goes on with an earlier call.
 
-    Args:
-        pipe: the pipeline of ``model``, unpatched.
-        model: Hub id or folder.
-        prompts: one sample each; classes for DiT.
-        output: folder of the cache.
-        clips: one length and one size; None for the model's own.
-        steps: of the sampler.
-        guidance: scale of classifier-free guidance.
-        seed: of the noise, with the number of the sample.
-
-    Raises:
-        ValueError: no, empty or unknown prompts, a patched pipeline, sizes that the model cannot take, guidance or
-            latents that are not finite, or a cache made with other settings.
-        OSError: the folder cannot be written, or another run has it.
+    ``prompts`` give a sample each and are classes for DiT; ``clips`` has one length and one size, None for the model's
+    own. ValueError for what the model cannot take or make, or a cache made with other settings; OSError if the folder
+    cannot be written, or another run has it.
     """
     check(
         not is_patched(pipe),

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +25,7 @@ from ...files import (
 )
 from ...generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
 from ...reporting import times
+from .cache import CachedClip, CachedFile
 from .clips import Clips
 
 logger = logging.getLogger(__name__)
@@ -86,11 +87,8 @@ def find_media(folder: Path) -> list[Media]:
 
     Captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file, with one caption per line.
     Metadata has the columns ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``), a text or in JSON a
-    list of several. Hidden files do not count.
-
-    Raises:
-        FileNotFoundError: no such folder, no videos or images in it, or files of the metadata are missing.
-        ValueError: captions or metadata that cannot be read, or that contradict each other.
+    list of several. Hidden files do not count. FileNotFoundError if anything is missing, ValueError for metadata that
+    cannot be read or contradicts itself.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder.")
@@ -158,20 +156,29 @@ def read_clips(media: Media, clips: Clips) -> Iterator[ClipRead | str]:
         yield f"after {count} clips: {error}" if count else str(error)
 
 
-def read_ahead(media: Sequence[Media], clips: Clips) -> Iterator[tuple[Media, ClipRead | str | None]]:
-    """Yield each file with what :func:`read_clips` yields of it, and then with None; a thread reads one clip ahead."""
+def read_files(
+    media: Sequence[Media], clips: Clips, keep: Callable[[Media, ClipRead], CachedClip]
+) -> Iterator[CachedFile]:
+    """Yield each file once ``keep`` had all of its clips; a thread reads one clip ahead."""
 
     def read() -> Iterator[tuple[Media, ClipRead | str | None]]:
         for item in media:
             yield from ((item, clip) for clip in read_clips(item, clips))
             yield item, None
 
-    found = read()
+    found, kept, problem = read(), list[CachedClip](), None
     with ThreadPoolExecutor(max_workers=1) as pool:
         ahead = pool.submit(next, found, None)
         while (read_one := ahead.result()) is not None:
             ahead = pool.submit(next, found, None)
-            yield read_one
+            item, clip = read_one
+            if isinstance(clip, ClipRead):
+                kept.append(keep(item, clip))
+            elif clip is not None:
+                problem = clip
+            else:
+                yield CachedFile(item.name, item.caption, "", item.origin, problem, tuple(kept))
+                kept, problem = [], None
 
 
 def _read(file: Path, clips: Clips) -> Iterator[ClipRead]:

@@ -26,12 +26,7 @@ from .clips import Clips, auto_sizes
 
 
 class DataModel:
-    """Clips, tokens and captions of the model in a pipeline.
-
-    Raises:
-        FileNotFoundError: no such model.
-        ValueError: a model that is not supported, or that is not trained here.
-    """
+    """Clips, tokens and captions of the model in a pipeline; ValueError for one that is not trained here."""
 
     def __init__(self, model: str) -> None:
         import diffusers
@@ -47,11 +42,7 @@ class DataModel:
         """Whether its pipeline gives the first frame to the transformer, without noise."""
 
     def fitted(self, clips: Clips | None) -> Clips:
-        """Return clips, or the model's own for None, with sizes for the model.
-
-        Raises:
-            ValueError: frames or sizes that it cannot take; the message names the nearest ones.
-        """
+        """Return clips, or the model's own for None, with sizes for the model; ValueError for what it cannot take."""
         clips = clips or Clips(self.usual.frames, self.usual.fps, self.usual.sizes)
         family, sizes = self.family, clips.sizes
         temporal, spatial = strides_of(self.vae, of_videos=family.axes == 3)

@@ -51,12 +51,7 @@ class Sources(Settings):
         return {source.path: source.share for source in self.sources if source.share is not None}
 
     def media(self) -> list[Media]:
-        """Return the videos and images of all sources; of several, each name begins with the path of its source.
-
-        Raises:
-            FileNotFoundError: a source is missing or empty.
-            ValueError: as :func:`~.media.find_media`.
-        """
+        """Return the videos and images of all sources; of several, each name begins with the path of its source."""
         found = []
         for source in self.sources:
             for item in find_media(Path(source.path)):
@@ -70,12 +65,7 @@ class Sources(Settings):
 
 
 def read_sources(path: str | Path) -> Sources:
-    """Read a YAML file of sources; any other path is one source.
-
-    Raises:
-        FileNotFoundError: no such YAML file.
-        ValueError: malformed YAML, or settings that are not allowed.
-    """
+    """Read a YAML file of sources; any other path is one source."""
     if Path(path).suffix.lower() in (".yaml", ".yml"):
         return read_yaml(Sources, read_text(Path(path)), path)
     return Sources((Source(str(path)),))

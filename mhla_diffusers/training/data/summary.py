@@ -11,7 +11,7 @@ from PIL import Image
 from ...reporting import progress, text_table, times
 from .cache import INDEX_NAME, CachedClip, CachedFile, read_index
 from .clips import Clips
-from .media import ClipRead, Media, read_ahead, read_clips
+from .media import ClipRead, Media, read_clips, read_files
 from .model import DataModel
 from .sources import read_sources
 
@@ -59,42 +59,22 @@ class DataSummary:
 def summarize(source: str | Path, clips: Clips | None = None, model: str | None = None) -> DataSummary:
     """Summarize a folder of latents, or one of media (or a YAML file of sources) as it would be encoded.
 
-    Args:
-        source: see :func:`~.sources.read_sources`, or a folder of ``mhla encode`` or ``mhla synthesize``.
-        clips: what to cut out of every file; by default what the YAML file says, else the model's own clip.
-        model: Hub id or folder of the pipeline to encode with.
-
-    Raises:
-        FileNotFoundError: no such source or model, or nothing in it.
-        ValueError: damaged metadata or index, no clips or such that the model cannot take, or captions that are not a
-            class of the DiT.
+    ``clips`` are by default those of the YAML file, else the model's own. FileNotFoundError or ValueError as of
+    :func:`~.encode.encode_folder`.
     """
     data = None if model is None else DataModel(model)
     if (Path(source) / INDEX_NAME).is_file():
         header, files = read_index(Path(source))
         return DataSummary(str(source), files, data, header["shares"])
     media, clips, shares = _media_and_clips(source, clips, data)
-    files, found, problem = [], list[CachedClip](), None
-    for item, clip in progress(read_ahead(media, clips), desc="read"):
-        if isinstance(clip, ClipRead):
-            found.append(CachedClip(clip.bucket, clip.start))
-        elif clip is not None:
-            problem = clip
-        else:
-            files.append(CachedFile(item.name, item.caption, "", item.origin, problem, tuple(found)))
-            found, problem = [], None
-    return DataSummary(str(source), files, data, shares)
+    found = read_files(media, clips, lambda _, clip: CachedClip(clip.bucket, clip.start))
+    return DataSummary(str(source), list(progress(found, total=len(media), desc="read")), data, shares)
 
 
 def write_pictures(source: Path, count: int, folder: Path, clips: Clips | None, model: str | None) -> list[str]:
     """Write a JPEG of the first clip of some files, evenly over all, as it is trained on: frames in a row.
 
-    Returns:
-        A line per clip: picture, name and caption.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`summarize`.
-        OSError: the folder cannot be written.
+    Returns a line per clip: picture, name and caption. Raises what :func:`summarize` does.
     """
     media, clips, _ = _media_and_clips(source, clips, None if model is None else DataModel(model))
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...config import CausalConfig
 from ...families import get_family
 from ...patching import mhla_layers
 
@@ -15,17 +16,15 @@ from ...patching import mhla_layers
 def frames_together(transformer: Any) -> int | None:
     """Return the number of latent frames that share a time, those of a frame block; None if all frames share one.
 
-    Raises:
-        ValueError: a patch with ``causal="block"`` for a model that takes one time for all frames, or that does not
-            cover all self-attentions.
+    ValueError for a patch with ``causal="block"`` of a model that takes one time for all frames, or that does not cover
+    all self-attentions.
     """
     layers = {
-        name: layer
+        name: layer.config
         for name, layer in mhla_layers(transformer).items()
-        if getattr(layer.config, "causal", None) == "block"
+        if isinstance(layer.config, CausalConfig) and layer.config.causal == "block"
     }
-    lengths = {getattr(layer.config, "block_length", 0) for layer in layers.values()}
-    if not lengths:
+    if not layers:
         return None
     family = get_family(transformer)
     if type(transformer).__name__ not in family.times_per_frame:
@@ -41,8 +40,8 @@ def frames_together(transformer: Any) -> int | None:
             f"In a patch with causal='block' no frame may see later ones, but {len(others)} of {len(attentions)} "
             f"self-attentions do: {', '.join(others)}. Patch with layers='all' and causal='block'."
         )
-    (length,) = lengths
-    return int(length or 0) * int(transformer.config.patch_size[0])
+    (length,) = {config.block_length for config in layers.values()}
+    return length * int(transformer.config.patch_size[0])
 
 
 def random_quantiles(frames: int, together: int, generator: torch.Generator) -> torch.Tensor:
