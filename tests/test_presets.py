@@ -52,8 +52,8 @@ REFUSED = {
     "text for a number": (f"{HEAD}patch: {{blocks: [1], eps: small}}\n", "eps='small'"),
     "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks .* density "),
     "settings of a list": (f"{HEAD}patch: [2, 2]\n", r"\[2, 2\]"),
-    "list": ("- 1\n", "named settings"),
-    "empty": ("", "named settings"),
+    "list": ("- 1\n", "must be a dictionary"),
+    "empty": ("", "must be a dictionary"),
     "no YAML": ("{", "valid YAML"),
 }
 
