@@ -78,7 +78,7 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
     folder = output / "patches" / f"tiny-{family}-{variant.short}"
     if (folder / ADAPTED_RECORD).is_file():
         return folder
-    trained, base, saved = (load_tiny(family) for _ in range(3))
+    trained, base, saved, halved = (load_tiny(family) for _ in range(4))
     load_result(trained, run / "result")
     if variant.patch is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,9 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
         write_tensors(changed, folder / ADAPTED_CONTROL)
         load_control(saved.transformer, folder / ADAPTED_CONTROL)
     else:
-        save_mhla(trained, folder, weights="changed", base=base, base_model=f"tiny-{family}", dtype=torch.float16)
+        load_result(halved, run / "result")
+        halved.transformer.half()
+        save_mhla(halved, folder, weights="changed", base=base, base_model=f"tiny-{family}")
         load_result(saved, folder)
     *transfer, end_to_end = runs
     record = {

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from .blocks import list_length
 
-_FLOAT32 = 4
-
 
 @dataclass(frozen=True)
 class AttentionSizes:
@@ -76,17 +74,6 @@ class AttentionSizes:
         """FLOPs of all branches and extra tokens together."""
         pooled = self.heads * self.tokens * self.pooled_keys
         return self.linear_flops + 4 * self.head_dim * (self.listed_pairs + self.own_pairs + pooled)
-
-    @property
-    def held_bytes(self) -> int:
-        """Held in float32 beside query, key, value and output: states, their mixtures, and pooled keys and values."""
-        states = (self.blocks + self._mixtures) * self._state if self.blocks else 0
-        return _FLOAT32 * (states + 2 * self.pooled_keys * self.heads * self.head_dim)
-
-    @property
-    def weight_bytes(self) -> int:
-        """The attention matrix of softmax in float32, which a fused kernel does not store."""
-        return _FLOAT32 * self.pairs
 
     @property
     def _mixtures(self) -> int:

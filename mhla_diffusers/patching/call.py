@@ -275,17 +275,3 @@ class CarryingCheckpoint:
                 return block(*again)
 
         return self.checkpoint(run, *args)
-
-    @classmethod
-    def put_on(cls, module: Any) -> None:
-        """Wrap the function of a module that has one."""
-        checkpoint = getattr(module, cls.ATTRIBUTE, None)
-        if checkpoint is not None and not isinstance(checkpoint, cls):
-            setattr(module, cls.ATTRIBUTE, cls(checkpoint))
-
-    @classmethod
-    def take_off(cls, module: Any) -> None:
-        """Undo :meth:`put_on`."""
-        carrying = getattr(module, cls.ATTRIBUTE, None)
-        if isinstance(carrying, cls):
-            setattr(module, cls.ATTRIBUTE, carrying.checkpoint)

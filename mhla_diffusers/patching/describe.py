@@ -143,16 +143,12 @@ class Description(list[LayerDescription]):
         flops, softmax, listed, pairs = (
             sum(getattr(one, name) for one in sizes) for name in ("flops", "softmax_flops", "listed_pairs", "pairs")
         )
-        extra, held, written = (
-            max(getattr(one, name) for one in sizes) for name in ("extra", "held_bytes", "weight_bytes")
-        )
+        extra = max(one.extra for one in sizes)
         others = f" and {extra} extra ones" if extra else ""
         of_pairs = f", softmax over {listed / pairs:.1%} of all pairs" if listed else ""
         return [
             f"attention of {math.prod(grid):,} tokens{others}: {scaled(flops, 1000, 'FLOP')} (softmax "
-            f"{scaled(softmax, 1000, 'FLOP')}){of_pairs}",
-            f"a layer holds {scaled(held, 1024, 'B')} beside query, key, value and output (softmax, written out, "
-            f"{scaled(written, 1024, 'B')})",
+            f"{scaled(softmax, 1000, 'FLOP')}){of_pairs}"
         ]
 
 

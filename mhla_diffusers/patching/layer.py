@@ -1,6 +1,5 @@
 """The submodule ``attn.mhla`` of one patched attention: what attends, and of MHLA what is learned."""
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..attention import (
     resize_mixing,
 )
 from ..attention.split import attend_split
-from ..config import CausalConfig, LinearConfig, MHLAConfig, PatchConfig
+from ..config import CausalConfig, LinearConfig, MHLAConfig
 from ..families import AttentionAdapter, AttentionInputs, Family
 
 OFFLOADED = "The weights of this model are offloaded; patch it before you enable offloading."
@@ -35,14 +34,8 @@ class Gate(nn.Module):
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(inner_size, hidden_size, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(inner_size, dtype=torch.float32))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Make it 1."""
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.bias, _UNIT_GATE)
+        self.weight = nn.Parameter(torch.zeros(inner_size, hidden_size, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.full((inner_size,), _UNIT_GATE, dtype=torch.float32))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Project."""
@@ -54,14 +47,8 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int, size: int, axes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, *(size,) * axes, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Make it 0."""
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+        self.weight = nn.Parameter(torch.zeros(channels, 1, *(size,) * axes, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
 
     def forward(self, values: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
         """Convolve."""
@@ -83,28 +70,18 @@ class MHLALayer(nn.Module):
         self.head_dim = head_dim
         self.original_processor: Any = None
         """The processor that this layer replaces; None if diffusers' own ``set_attn_processor`` dropped it."""
-        count = math.prod(config.blocks)
-        mixing = torch.empty(*(heads,) * config.mixing_per_head, count, count, dtype=torch.float32)
+        mixing = initial_mixing(config.blocks, config.mixing_init)
+        mixing = mixing.repeat(heads, 1, 1) if config.mixing_per_head else mixing
         self.mixing = nn.Parameter(mixing, requires_grad=config.mixing_learnable)
         self.linear_log_weight: nn.Parameter | None = None
         """Log of λ, (H,); of layers that attend to the own block with softmax."""
         if isinstance(config, CausalConfig) and config.own == "softmax":
-            self.linear_log_weight = nn.Parameter(torch.empty(heads, dtype=torch.float32))
-        self.output_norm = nn.Parameter(torch.empty(head_dim, dtype=torch.float32)) if config.output_norm else None
+            self.linear_log_weight = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+        self.output_norm = nn.Parameter(torch.ones(head_dim, dtype=torch.float32)) if config.output_norm else None
         self.gate = Gate(hidden_size, heads * head_dim) if config.output_gate else None
         self.convolution: Convolution | None = None
         if isinstance(config, MHLAConfig) and config.convolution is not None:
             self.convolution = Convolution(heads * head_dim, config.convolution, len(config.blocks))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Make mixing matrix, λ and norm those of a fresh layer, as after ``to_empty()``."""
-        self.mixing.copy_(initial_mixing(self.config.blocks, self.config.mixing_init))
-        if self.linear_log_weight is not None:
-            self.linear_log_weight.fill_(0)
-        if self.output_norm is not None:
-            self.output_norm.fill_(1)
 
     def forward(
         self, inputs: AttentionInputs, *, backend: str = "auto", split: ProcessGroup | None = None
@@ -173,20 +150,10 @@ class MHLALayer(nn.Module):
         if self.config.mixing_clip:
             clip_mixing_(self.mixing)
 
-    def extra_repr(self) -> str:
-        """Blocks and shape, for ``print(model)``."""
-        blocks = "x".join(map(str, self.config.blocks))
-        return f"blocks={blocks} ({math.prod(self.config.blocks)}), heads={self.heads}, head_dim={self.head_dim}"
 
-
-_SETTINGS_OF_PARAMETERS = ("blocks", "causal", "own", "block_length", "mixing_per_head", "mixing_init",
-                           "mixing_learnable", "output_norm", "output_gate", "convolution")  # fmt: skip
-
-
-def setting_of_parameters(before: PatchConfig, after: PatchConfig) -> str | None:
-    """Return a setting that differs and gives layers other parameters; None if they keep their own."""
-    differing = (name for name in _SETTINGS_OF_PARAMETERS if getattr(before, name, None) != getattr(after, name, None))
-    return next(differing, None)
+SETTINGS_OF_PARAMETERS = ("blocks", "causal", "own", "block_length", "mixing_per_head", "mixing_init",
+                          "mixing_learnable", "output_norm", "output_gate", "convolution")  # fmt: skip
+"""Settings on which the parameters of a layer depend."""
 
 
 def attentions_of(transformer: nn.Module) -> dict[str, Any]:

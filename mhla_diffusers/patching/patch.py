@@ -35,9 +35,9 @@ from .finding import (
     require_layers,
     require_patched,
 )
-from .layer import OFFLOADED, MHLALayer, attentions_of, layer_of, make_layer, setting_of_parameters
+from .layer import OFFLOADED, SETTINGS_OF_PARAMETERS, MHLALayer, attentions_of, layer_of, make_layer
 from .patched import Patched
-from .processor import MHLAProcessor, holds_weights, is_fused
+from .processor import MHLAProcessor, holds_weights, is_fused, replaced_processor
 from .weights import base_weights, check_writable, group_offloading, has_lora, remove_lora
 
 logger = logging.getLogger(__name__)
@@ -197,11 +197,11 @@ def set_attn_processor(transformer: nn.Module, processor: MHLAProcessor) -> None
     attach(*plan_patch(transformer, processor.config, get_family(transformer), None, processor.backend))
 
 
-def remove_mhla(model: Model, *, strict: bool = False) -> Model:
+def remove_mhla(model: Model) -> Model:
     """Undo :func:`apply_mhla` and :func:`load_mhla`: the model is as before, bit for bit. Return it.
 
     Attentions that were patched through diffusers' own ``set_attn_processor``, which keeps no record, get processors
-    that diffusers gives a new model. A model that is not patched is logged, with ``strict`` it is an error.
+    that diffusers gives a new model. A model that is not patched is logged.
 
     Raises:
         ValueError: replaced weights that cannot be brought back, such as offloaded ones. The model is unchanged then.
@@ -209,8 +209,6 @@ def remove_mhla(model: Model, *, strict: bool = False) -> Model:
     handles = find_patched(model).values()
     if not handles:
         refuse_wrapped(model)
-        if strict or not (isinstance(model, nn.Module) or hasattr(model, "components")):
-            raise ValueError(f"{type(model).__name__} is not patched with MHLA; there is nothing to remove.")
         logger.warning("%s is not patched; nothing was removed.", type(model).__name__)
     for patched in handles:
         for name, part in patched.transformer.named_modules():
@@ -251,8 +249,14 @@ def detach(patched: Patched) -> None:
 
 
 def _take_out(patched: Patched, attn: Any) -> None:
-    if isinstance(attn.processor, MHLAProcessor):
-        attn.set_processor(patched.original_processor(attn))
+    """Give an attention its processor of before MHLA, or a fresh one where no record was kept."""
+    processor, original = attn.processor, replaced_processor(attn)
+    if isinstance(processor, MHLAProcessor):
+        if original is None:
+            mhla: Any = patched.family.mhla
+            is_self = any(attn is own for own in patched.attentions.values())
+            original = mhla.own_processor(attn) if is_self else mhla.own_cross_processor(attn)
+        attn.set_processor(processor.with_choices(original))
     if hasattr(attn, "mhla"):
         del attn.mhla
 
@@ -298,10 +302,11 @@ def _plan_change(
         return new, {}
     if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in patched.attentions.values()):
         raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
-    if (name := setting_of_parameters(old, config)) is not None:
-        raise ValueError(
-            f"{name}={getattr(config, name)!r} changes the shapes of the layers' parameters. Save and load with "
-            "load_mhla(..., blocks=...) to interpolate them, or start again with remove_mhla() and apply_mhla()."
+    for name in SETTINGS_OF_PARAMETERS:
+        check(
+            getattr(old, name, None) == getattr(config, name, None),
+            f"{name}={getattr(config, name, None)!r} changes the shapes of the layers' parameters. Save and load with "
+            "load_mhla(..., blocks=...) to interpolate them, or start again with remove_mhla() and apply_mhla().",
         )
     kept = patched.layers
     return new, {name: kept.get(name) or make_layer(attn, config, patched.family) for name, attn in chosen.items()}

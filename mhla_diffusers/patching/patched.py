@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed import ProcessGroup
 
+from ..attention.call import ContentRule
 from ..attention.layout import Shape
 from ..config import PatchConfig, SparseConfig
 from ..families import Counts, Family, named_arguments
 from .call import Call, CarryingCheckpoint, LayerHook, Log, Tally, Watch, held, within
 from .layer import MHLALayer, layer_of
-from .processor import MHLAProcessor, is_fused, replaced_processor
+from .processor import MHLAProcessor, is_fused
 from .route import BACKEND, Mode, is_checkpointed, register_backend
 from .steps import Pipeline
 from .weights import has_lora, runs_lora
@@ -57,6 +57,7 @@ class Patched:
         self.replaced_weights: dict[str, torch.Tensor] = {}
         """Weights of the model that the patch replaced, as they were, on the CPU."""
         self.lora: str | None = None
+        self._rules: dict[Shape, ContentRule] = {}
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
 
@@ -107,7 +108,9 @@ class Patched:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        CarryingCheckpoint.take_off(self.transformer)
+        carrying = getattr(self.transformer, CarryingCheckpoint.ATTRIBUTE, None)
+        if isinstance(carrying, CarryingCheckpoint):
+            setattr(self.transformer, CarryingCheckpoint.ATTRIBUTE, carrying.checkpoint)
         for attn in self.attentions.values():
             LayerHook.detach(attn)
             if hasattr(getattr(attn, "processor", None), LayerHook.CHOSEN_BACKEND):
@@ -134,7 +137,9 @@ class Patched:
             if isinstance(tensor, torch.Tensor):
                 for axis in range(1, tensor.ndim):
                     torch._dynamo.mark_static(tensor, axis)
-        CarryingCheckpoint.put_on(model)
+        checkpoint = getattr(model, CarryingCheckpoint.ATTRIBUTE, None)
+        if checkpoint is not None and not isinstance(checkpoint, CarryingCheckpoint):
+            setattr(model, CarryingCheckpoint.ATTRIBUTE, CarryingCheckpoint(checkpoint))
         call = self._entered(grid, extra, outer)
         state.call = call
         state.call = self._in_step(call, named)
@@ -170,8 +175,10 @@ class Patched:
         call = call._replace(outer=outer)
         if not isinstance(config, SparseConfig):
             self._keep_processors()
-            return call._replace(split=_processes_of(self.transformer))
-        call = call._replace(rule=config.rule_on(grid))
+            parallel = getattr(getattr(self.transformer, "_parallel_config", None), "context_parallel_config", None)
+            return call if parallel is None else call._replace(split=parallel._flattened_mesh.get_group())
+        rule = self._rules.get(grid) or self._rules.setdefault(grid, config.rule_on(grid))
+        call = call._replace(rule=rule)
         if not family.knows_layers:
             state = held()
             state.layer, state.part, state.over_grid = _FIRST, 0, 0
@@ -296,21 +303,16 @@ class Patched:
 
     def _keep_processors(self) -> None:
         """Bring back MHLA where diffusers has put a blank processor or one of fused projections; warn of others."""
-        foreign, own = {}, None
+        foreign, own = {}, MHLAProcessor(self.config, backend=self.backend)
         for name in self.layers:
             attn = self.attentions[name]
             processor = attn.processor
-            own = own or MHLAProcessor(self.config, backend=self.backend)
-            if isinstance(processor, MHLAProcessor):
-                if processor.is_blank:
-                    attn.processor = own
-            elif is_fused(processor):
-                if own.fused is None:
-                    own = MHLAProcessor(self.config, backend=self.backend)
-                    own.fused = processor
-                attn.processor = own
-            else:
+            if is_fused(processor):
+                own.fused, attn.processor = processor, own
+            elif not isinstance(processor, MHLAProcessor):
                 foreign[name] = type(processor).__name__
+            elif processor.is_blank:
+                attn.processor = own
         if foreign:
             name, kind = next(iter(foreign.items()))
             self.log.once(
@@ -318,15 +320,6 @@ class Patched:
                 f"{len(foreign)} patched layers do not run MHLA, for example {name}, which runs {kind}: something has "
                 "set their processors since. change_mhla(model) brings MHLA back, remove_mhla(model) takes it away.",
             )
-
-    def original_processor(self, attn: Any) -> Any:
-        """Return the processor that an attention had before MHLA, or a fresh one where no record was kept."""
-        original, processor = replaced_processor(attn), attn.processor
-        if original is None:
-            mhla: Any = self.family.mhla
-            is_self = any(attn is own for own in self.attentions.values())
-            original = mhla.own_processor(attn) if is_self else mhla.own_cross_processor(attn)
-        return processor.with_choices(original) if isinstance(processor, MHLAProcessor) else original
 
     def inactive_lora(self) -> str | None:
         """Return why the patch's LoRA does not run, and what to do; None if it does, or there is none."""
@@ -341,11 +334,6 @@ class Patched:
             f"The patch's LoRA {self.lora!r} is not active, and the patch was made with it. Name it beside others: "
             f"transformer.set_adapters([{self.lora!r}, ...])."
         )
-
-
-def _processes_of(transformer: Any) -> ProcessGroup | None:
-    config = getattr(getattr(transformer, "_parallel_config", None), "context_parallel_config", None)
-    return None if config is None else config._flattened_mesh.get_group()
 
 
 def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:

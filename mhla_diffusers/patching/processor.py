@@ -125,8 +125,13 @@ class MHLAProcessor:
         own_form = layer is None or layer.original_processor is None
         is_dense = call is not None and layer is not None and (call.is_dense or not call.grid)
         if is_dense or (call is None and not own_form):
-            if not is_dense and not held().off:
-                _warn_outside(self.config)
+            if not (is_dense or held().off or torch.compiler.is_compiling()):
+                warnings.warn(
+                    "This attention was called outside transformer(...), for example by transformer.forward(), so it "
+                    f"runs the model's own attention, not {self.config.attention}. Call the transformer itself: "
+                    "transformer(...).",
+                    stacklevel=2,
+                )
             original = replaced_processor(attn) or adapter.own_processor(attn)
             return adapter.run(self.with_choices(original), attn, arguments)
         grid = call.grid if call is not None and layer is not None else self._grid(attn, adapter, arguments)
@@ -237,15 +242,6 @@ def _adapter(attn: Any, family: Family | None) -> AttentionAdapter:
         f"MHLAProcessor does not support this {type(attn).__name__}, only SANA, DiT, Wan and models that share their "
         "attention. apply_mhla(pipe) runs sparse attention in every family."
     )
-
-
-def _warn_outside(config: PatchConfig) -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "This attention was called outside transformer(...), for example by transformer.forward(), so it runs "
-            f"the model's own attention, not {config.attention}. Call the transformer itself: transformer(...).",
-            stacklevel=3,
-        )
 
 
 def replaced_processor(attn: Any) -> Any:

@@ -49,7 +49,6 @@ PATCH_FILE = "mhla.safetensors"
 RECORD = "mhla"
 FORMAT_VERSION = 5
 _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
-_FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -89,7 +88,6 @@ def save_mhla(
     weights: Weights = "mhla",
     base: Any = None,
     base_model: str | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Path:
     """Save the patch of a pipeline or transformer, and return the folder.
 
@@ -101,17 +99,15 @@ def save_mhla(
         base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
         base_model: Hub id or path of the base; None for the one that the model was loaded from. A path is recorded by
             its last part alone.
-        dtype: floating point type to save in, such as ``torch.float16``; None keeps each tensor's own.
 
     Raises:
-        ValueError: not patched, no base to compare with, LoRA adapters, offloaded or quantised weights, NaN or
-            infinite values, or a value that ``dtype`` cannot hold.
+        ValueError: not patched, no base to compare with, LoRA adapters, offloaded or quantised weights, or NaN or
+            infinite values.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
     check_choice("weights", weights, get_args(Weights))
     if base is not None and weights != "changed":
         raise ValueError(f"base needs weights='changed', got weights={weights!r}; change weights, or leave base out.")
-    check_choice("dtype", dtype, (*_FLOAT_TYPES, None))
     others = set(find_transformers(model))  # refuses a patch without a family
     handles = require_patched(model)
     if any(isinstance(patched.config, LinearConfig) for patched in handles.values()):
@@ -120,12 +116,18 @@ def save_mhla(
     tensors: dict[str, torch.Tensor] = {}
     records = {}
     for name, patched in handles.items():
-        if weights == "mhla":
-            _warn_of_what_is_not_saved(name, patched)
+        if patched.lora is not None and not has_lora(patched.transformer, patched.lora):
+            logger.warning(
+                "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused, "
+                "save weights='changed' with base=the unpatched model; otherwise load the patch again first.",
+                patched.lora,
+                name,
+            )
         chosen = _choose_tensors(name, patched, weights, base, base_model)
         lora = {} if patched.lora is None else lora_weights(patched.transformer, patched.lora)
         for key, tensor in (chosen | lora).items():
-            tensors[f"{name}.{key}"] = _as_saved(f"{name}.{key}", tensor, dtype)
+            _check_finite(f"{name}.{key}", tensor)
+            tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
         family = patched.family
         records[name] = TransformerRecord(
             family.name,
@@ -146,23 +148,6 @@ def save_mhla(
         seen.add(place)
     write_tensors(apart, Path(folder, PATCH_FILE), {RECORD: json.dumps(record.to_dict())})
     return Path(folder)
-
-
-def _warn_of_what_is_not_saved(name: str, patched: Patched) -> None:
-    if patched.lora is not None and not has_lora(patched.transformer, patched.lora):
-        logger.warning(
-            "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused, "
-            "save weights='changed' with base=the unpatched model; otherwise load the patch again first.",
-            patched.lora,
-            name,
-        )
-    others = sorted(set(getattr(patched.transformer, "peft_config", {})) - {patched.lora})
-    if others:
-        logger.warning(
-            "The adapters %s of the %s do not belong to the patch and are not saved with it: save_lora_weights() does.",
-            ", ".join(map(repr, others)),
-            name,
-        )
 
 
 def _choose_tensors(
@@ -225,17 +210,6 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
         check(not count, f"{name} holds NaN or infinite values, {count} of {tensor.numel()}; the patch is unusable.")
 
 
-def _as_saved(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.detach().cpu().contiguous()
-    _check_finite(name, tensor)
-    if dtype is None or not tensor.is_floating_point():
-        return tensor
-    saved = tensor.to(dtype)
-    if not saved.isfinite().all():
-        raise ValueError(f"{name} has values up to {float(tensor.abs().max()):.3g}, which {dtype} cannot hold.")
-    return saved
-
-
 def loaded_from(model: Any, transformer: Any) -> str:
     """Return the Hub id or path that a pipeline, or its transformer, was loaded from; empty if made in Python."""
     source = transformer if isinstance(model, nn.Module) else model
@@ -271,7 +245,6 @@ def load_mhla(
     blocks: tuple[int, ...] | None = None,
     backend: str = "auto",
     revision: str | None = None,
-    token: str | None = None,
 ) -> Model:
     """Apply a saved patch, load its weights, and return the model. If anything is refused it is unchanged.
 
@@ -285,13 +258,12 @@ def load_mhla(
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
         backend: of MHLA.
         revision: of a Hub repository; with it a folder here of the owner's name does not count.
-        token: for a private Hub repository.
 
     Raises:
         ValueError: wrong model, damaged or incomplete files, non-finite values, or a model that is patched already.
         FileNotFoundError: no patch there.
     """
-    folder = _find_folder(patch, revision, token)
+    folder = _find_folder(patch, revision)
     record, tensors = read_record(folder), load_file(folder / PATCH_FILE)
     for name, tensor in tensors.items():
         _check_finite(f"{folder / PATCH_FILE}: {name}", tensor)
@@ -352,7 +324,7 @@ def _replace_weights(patched: Patched, tensors: Mapping[str, torch.Tensor]) -> N
                 place.copy_(new)
 
 
-def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> Path:
+def _find_folder(patch: str | Path, revision: str | None) -> Path:
     path = Path(patch)
     if path.is_dir():
         return path
@@ -375,7 +347,7 @@ def _find_folder(patch: str | Path, revision: str | None, token: str | None) -> 
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(str(patch), revision=revision, token=token, allow_patterns=[PATCH_FILE]))
+        return Path(snapshot_download(str(patch), revision=revision, allow_patterns=[PATCH_FILE]))
     except (HFValidationError, HfHubHTTPError, OSError) as error:  # offline and not in the cache is an OSError
         raise FileNotFoundError(
             f"{patch} is neither a local folder nor a repository that the Hub returned: {error}"

@@ -8,6 +8,8 @@ ends when the call does, also one that fails or is cancelled.
 
 import sys
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -26,10 +28,9 @@ class Pipeline:
 
     def __init__(self, owner: Any) -> None:
         owner = None if isinstance(owner, nn.Module) or not hasattr(owner, "scheduler") else owner
-        try:
-            self._owner = weakref.ref(owner) if owner is not None else _nothing
-        except TypeError:  # a SimpleNamespace
-            self._owner = lambda: owner
+        self._owner: Callable[[], Any] = lambda: owner
+        with suppress(TypeError):  # None, or a SimpleNamespace
+            self._owner = weakref.ref(owner)
         self._runs: weakref.WeakKeyDictionary[Any, Run] = weakref.WeakKeyDictionary()
         """Scheduler → run, for loops outside of a pipeline's methods."""
 
@@ -59,10 +60,6 @@ class Pipeline:
         return run, step, scheduler.timesteps
 
 
-def _nothing() -> None:
-    return None
-
-
 def _running_method(transformer: nn.Module) -> tuple[FrameType | None, Any]:
     """Find the running pipeline: the outermost method on the stack whose object has a transformer and a scheduler."""
     frame: FrameType | None = sys._getframe(1)
@@ -71,19 +68,14 @@ def _running_method(transformer: nn.Module) -> tuple[FrameType | None, Any]:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self":
             this = frame.f_locals.get("self")
-            if this is not None and (this is owner or (owner is None and _runs_with(this, transformer))):
-                found, owner = frame, this
+            if owner is None and not isinstance(this, nn.Module) and getattr(this, "scheduler", None) is not None:
+                for name, value in getattr(this, "__dict__", {}).items():
+                    if name.startswith(("transformer", "unet")) and getattr(value, "_orig_mod", value) is transformer:
+                        owner = this
+            if owner is not None and this is owner:
+                found = frame
         frame = frame.f_back
     return found, owner
-
-
-def _runs_with(owner: Any, transformer: nn.Module) -> bool:
-    if isinstance(owner, nn.Module) or getattr(owner, "scheduler", None) is None:
-        return False
-    for name, value in getattr(owner, "__dict__", {}).items():
-        if name.startswith(("transformer", "unet")) and getattr(value, "_orig_mod", value) is transformer:
-            return True
-    return False
 
 
 def step_of(scheduler: Any, timestep: Any, timesteps: Any = None) -> Step | None:

@@ -8,7 +8,7 @@ from mhla_diffusers.attention import MHLACall, reference_attention
 
 from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
 from ..refusals import refused
-from .shared import EVERYTHING, MODELS
+from .shared import MODELS
 
 
 def layer_calls(model, arguments):
@@ -107,17 +107,3 @@ def test_the_convolution_runs_over_the_token_grid(name):
     expected = torch.zeros_like(value)
     expected.narrow(axis, 0, width - 1).copy_(value.narrow(axis, 1, width - 1))
     torch.testing.assert_close(shifted, expected.flatten(1, axis), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("settings", [EVERYTHING, {"mixing_per_head": True, "mixing_init": "uniform"}])
-def test_what_to_empty_leaves_undefined_is_reset(settings):
-    """By the method that PyTorch's modules have for it, which FSDP calls."""
-    expected = mhla.apply_mhla(FAMILIES["wan"].build(), blocks=FAMILIES["wan"].blocks, **settings)
-    model = mhla.apply_mhla(FAMILIES["wan"].build().to("meta"), blocks=FAMILIES["wan"].blocks, **settings)
-    for layer in mhla.mhla_layers(model.to_empty(device="cpu")).values():
-        for parameter in layer.parameters():
-            parameter.data.fill_(torch.nan)
-        for module in layer.modules():
-            module.reset_parameters()
-    found = model.state_dict()
-    assert all(torch.equal(found[key], value) for key, value in expected.state_dict().items() if ".mhla." in key)

@@ -168,13 +168,3 @@ def test_quantised_parameters_are_refused_by_their_class(tmp_path):
     with refused("blocks.0.ffn.net.2.weight", "Int8Params"):
         mhla.load_mhla(model, folder)
     assert not mhla.mhla_layers(model)
-
-
-def test_saving_under_a_lora_that_is_no_part_of_the_patch_warns(tmp_path, caplog):
-    model = mhla.apply_mhla(FAMILIES["wan"].build())
-    mhla.save_mhla(model, tmp_path)
-    assert not caplog.records
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), adapter_name="style")
-    mhla.save_mhla(model, tmp_path)
-    [said] = [x.getMessage() for x in caplog.records]
-    assert "'style'" in said and "save_lora_weights()" in said
