@@ -14,7 +14,6 @@ from mhla_diffusers.training.data.batches import NoisedBatches
 from mhla_diffusers.training.objectives import guided_prediction, prediction_losses, transfer_losses
 from mhla_diffusers.training.weights import Original, prepare_for_training
 
-from ..refusals import refused
 from .models import dit_data, sana_data, settings, tiny_dit, tiny_sana, tiny_wan, wan_data
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], InMemoryData], tuple[int, ...]]] = {
@@ -110,14 +109,6 @@ def test_guidance_is_distilled_in(family: str) -> None:
     process, weights = get_family(transformer).training.process(transformer, 3.0), ObjectiveWeights(distillation=1.0)
     ((found, _),) = prediction_losses(transformer, process, weights, batch, target)
     torch.testing.assert_close(found, loss)
-
-
-def test_guidance_needs_the_empty_prompt(tmp_path: Path) -> None:
-    without = wan_data()
-    without.empty = None
-    guided = settings(tmp_path, objectives={"distillation": 1.0}, guidance=3.0)
-    with refused("guidance=3.0"):
-        train(tiny_wan(), without, guided)
 
 
 @pytest.mark.parametrize("trainable", ["mhla", "attention", "all", "lora"])

@@ -10,7 +10,6 @@ import torch
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
 from mhla_diffusers.training import ValidationConfig, read_metrics, train
 
-from ..refusals import refused
 from .models import settings, tiny_wan, wan_data
 from .processes import finish, start_distributed_training
 
@@ -24,6 +23,7 @@ COMMON: dict[str, Any] = {
     "max_gradient_norm": 0.05,
     "validation": ValidationConfig(3, 2),
 }
+LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "gradient_checkpointing": True}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would take the GPUs")
@@ -32,7 +32,7 @@ COMMON: dict[str, Any] = {
     [
         {"trainable": "attention", "objectives": {"transfer": 1.0}},
         {"trainable": "all", "objectives": {"diffusion": 1.0, "distillation": 1.0}},
-        {"trainable": "lora", "lora_rank": 2, "objectives": {"distillation": 1.0}, "gradient_checkpointing": True},
+        {**LORA, "objectives": {"distillation": 1.0}},
     ],
     ids=lambda trained: trained["trainable"],
 )
@@ -55,28 +55,26 @@ def test_two_processes_are_one_with_twice_the_batch(trained: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("environment", "changes", "message"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP.*finetune/accelerate/ddp.yaml"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED.*finetune/accelerate/ddp.yaml"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),  # launched, but not joined
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP.*finetune/accelerate/ddp.yaml"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DEEPSPEED.*finetune/accelerate/ddp.yaml"),
+        ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE"),  # launched, but not joined
+        ({"WORLD_SIZE": "2"}, {**LORA, "patch": PATCH, "base_dtype": "int8"}, "base_dtype='int8'.* 2 "),
     ],
 )
 def test_unsupported_processes_are_refused_before_training(
-    environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str],
+    changes: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
-        train(tiny_wan(), wan_data(), settings(tmp_path / "run"))
+        train(tiny_wan(), wan_data(), settings(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_base_in_8_bits_is_for_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    of_lora: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "gradient_checkpointing": True, "patch": PATCH}
-    with refused("base_dtype='int8'", " 2 "):
-        train(tiny_wan(), wan_data(), settings(tmp_path / "run", base_dtype="int8", **of_lora))
 
 
 def test_shipped_accelerate_configuration_starts_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

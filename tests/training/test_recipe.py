@@ -20,6 +20,7 @@ from ..refusals import refused
 from .models import dit_data, poisoned_wan_data, settings, tiny_dit, tiny_wan, wan_data
 from .pipelines import write_frames, write_image
 
+GUIDED: dict[str, Any] = {"objectives": {"distillation": 1.0}, "guidance": 3.0}
 PATCH, SPARSE = MHLAConfig(blocks=(2, 2, 2)), SparseConfig(density=0.5, block_size=2)
 
 
@@ -120,21 +121,28 @@ def _board(folder: Path) -> Any:
     return shown
 
 
-def test_tensorboard_gets_what_the_metrics_file_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    validation = ValidationConfig(samples=2, every=3, timesteps=1)
-    config = settings(tmp_path / "run", steps=3, tracker="tensorboard", validation=validation)
+def test_tensorboard_gets_what_the_metrics_file_gets_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a run goes on from before its last points."""
+    validation = ValidationConfig(samples=2, every=2, timesteps=1)
+    config = settings(
+        tmp_path / "run", steps=6, tracker="tensorboard", validation=validation, checkpoint_every=2, keep_checkpoints=9
+    )
     with monkeypatch.context() as missing:
         missing.setitem(sys.modules, "tensorboard", None)
         with pytest.raises(ImportError):
             train(tiny_wan(), wan_data(), config)
         assert not (tmp_path / "run").exists()
-    train(tiny_wan(), wan_data(), config)
-    shown = _board(tmp_path)
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    for name in ("loss", "learning_rate", "gradient_norm", "validation_loss"):
-        written = {record["step"]: record[name] for record in records if name in record}
-        assert {event.step: event.value for event in shown.Scalars(name)} == pytest.approx(written)
-    assert all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
+    for resume in (None, "latest"):
+        train(tiny_wan(), wan_data(), config, resume=resume)
+        shown, records = _board(tmp_path), read_metrics(tmp_path / "run" / "metrics.jsonl")
+        for name in ("loss", "learning_rate", "gradient_norm", "validation_loss"):
+            found = [(event.step, event.value) for event in shown.Scalars(name)]
+            written = [(record["step"], record[name]) for record in records if name in record]
+            assert [step for step, _ in found] == [step for step, _ in written]
+            assert [value for _, value in found] == pytest.approx([value for _, value in written])
+        assert len(records) == 6 + 4 and all(event.value > 0 for event in shown.Scalars("tokens_per_second"))
+        time.sleep(1)  # the names of the files have their second
+        shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
 
 
 def test_validation_shows_the_unpatched_loss_the_samples_and_the_memory(tmp_path: Path) -> None:
@@ -177,18 +185,6 @@ def test_progress_without_a_terminal_is_no_bar(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == "", "of what takes no half minute"
 
 
-def test_tensorboard_shows_the_points_of_a_resumed_run_once(tmp_path: Path) -> None:
-    validation = ValidationConfig(samples=2, every=2, timesteps=1)
-    config = settings(tmp_path, steps=6, tracker="tensorboard", validation=validation, checkpoint_every=2)
-    train(tiny_wan(), wan_data(), config)
-    time.sleep(1)  # the names of the files have their second
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
-    train(tiny_wan(), wan_data(), config, resume="latest")
-    shown = _board(tmp_path)
-    assert [event.step for event in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
-    assert [event.step for event in shown.Scalars("validation_loss")] == [0, 2, 4, 6]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run of two updates with a checkpoint after each."""
@@ -213,6 +209,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16"),
         ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "prompt_dropout=0.1"),
+        ({"output": "x", **GUIDED, "empty": None}, None, ValueError, "guidance=3.0"),
         (
             {"output": "x", "batch_size": 100, "validation": ValidationConfig(10)},
             None,

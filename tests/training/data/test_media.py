@@ -16,6 +16,7 @@ from mhla_diffusers.evaluation.images import read_sample
 from mhla_diffusers.training.data.clips import Clips
 from mhla_diffusers.training.data.media import ClipRead, Media, find_media, read_clips
 
+from ...refusals import refused
 from ..pipelines import write_frames, write_image, write_video
 
 CLIP = Clips(frames=5, fps=8.0, sizes=((32, 32),))
@@ -113,49 +114,46 @@ def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("files", "source", "error", "words"),
+    ("kind", "content", "words"),
     [
-        ({}, "none", FileNotFoundError, "none"),
-        ({}, ".", FileNotFoundError, "no videos or images"),
-        ({"metadata.jsonl": b'{"file_name": "c.png", "text": "x"}\n'}, ".", FileNotFoundError, "c.png"),
-        ({"metadata.jsonl": b'{"file": "c.png", "text": "x"}\n'}, ".", ValueError, "Row 1 of .*file_name and text"),
-        ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n[1]\n'}, ".", ValueError, r"\[1\]"),
-        ({"metadata.jsonl": b'{"file_name": "a.png", "text": "x"}\n{"f\n'}, ".", ValueError, "Line 2 of .*jsonl"),
-        ({"metadata.jsonl": b"\n"}, ".", ValueError, "metadata.jsonl .*empty"),
-        ({"metadata.jsonl": b'{"file_name": "", "text": "x"}\n'}, ".", ValueError, "Row 1 of .*'file_name': ''"),
-        ({"metadata.csv": b"text,file_name\nx\n"}, ".", ValueError, "Row 1 of .*'file_name': None"),
-        ({"metadata.csv": b"file_name,text\na.png,a, b\n"}, ".", ValueError, "Row 1 of .* 2 "),
-        ({"metadata.csv": b"file_name,text,text\na.png,a,b\n"}, ".", ValueError, "metadata.csv.*'text'"),
-        ({"metadata.csv": b"file_name,text\na.png,a\nb/../a.png,b\n"}, ".", ValueError, "Row 2 of .* a.png"),
-        ({"metadata.jsonl": b"\xff"}, ".", ValueError, "metadata.jsonl .*UTF-8"),
-        ({"metadata.csv": b"file_name,text\na.png,a\na.png,b\n"}, ".", ValueError, "Row 2 of .* a.png"),
-        (
-            {"metadata.jsonl": b'{"file_name": "a.png", "text": ["x", []]}\n'},
-            ".",
-            ValueError,
-            r"Row 1 of .*text=\['x', \[\]\]",
-        ),
-        ({"metadata.jsonl": b'{"file_name": "a.png", "text": NaN}\n'}, ".", ValueError, "Row 1 of .*text=nan"),
-        ({"metadata.jsonl": b"{}\n", "metadata.csv": b"a\n"}, ".", ValueError, "metadata.jsonl and metadata.csv"),
+        ("jsonl", b'{"file_name": "c.png", "text": "x"}\n', "c.png"),
+        ("jsonl", b'{"file": "c.png", "text": "x"}\n', "Row 1 of .*file_name and text"),
+        ("jsonl", b'{"file_name": "a.png", "text": "x"}\n[1]\n', r"\[1\]"),
+        ("jsonl", b'{"file_name": "a.png", "text": "x"}\n{"f\n', "Line 2 of .*jsonl"),
+        ("jsonl", b"\n", "metadata.jsonl .*empty"),
+        ("jsonl", b'{"file_name": "", "text": "x"}\n', "Row 1 of .*'file_name': ''"),
+        ("csv", b"text,file_name\nx\n", "Row 1 of .*'file_name': None"),
+        ("csv", b"file_name,text\na.png,a, b\n", "Row 1 of .* 2 "),
+        ("csv", b"file_name,text,text\na.png,a,b\n", "metadata.csv.*'text'"),
+        ("csv", b"file_name,text\na.png,a\nb/../a.png,b\n", "Row 2 of .* a.png"),
+        ("jsonl", b"\xff", "metadata.jsonl .*UTF-8"),
+        ("csv", b"file_name,text\na.png,a\na.png,b\n", "Row 2 of .* a.png"),
+        ("jsonl", b'{"file_name": "a.png", "text": ["x", []]}\n', r"Row 1 of .*text=\['x', \[\]\]"),
+        ("jsonl", b'{"file_name": "a.png", "text": NaN}\n', "Row 1 of .*text=nan"),
         # quotation marks that nothing closes, and a field that the reader does not take
-        *(
-            (
-                {"metadata.csv": b"file_name,text\n" + rows, "b.png": b""},
-                ".",
-                ValueError,
-                "metadata.csv cannot be read .*quotation",
-            )
-            for rows in (b'a.png,"a cat\nb.png,a dog\n', b'a.png,"a cat\nb.png,"a dog"\n', b"a.png," + b"a" * 200_000)
-        ),
+        ("csv", b'file_name,text\na.png,"a cat\nb.png,a dog\n', "metadata.csv cannot be read .*quotation"),
+        ("csv", b'file_name,text\na.png,"a cat\nb.png,"a dog"\n', "metadata.csv cannot be read .*quotation"),
+        ("csv", b"file_name,text\na.png," + b"a" * 200_000, "metadata.csv cannot be read .*quotation"),
     ],
 )
-def test_what_is_refused(files, source, error, words, tmp_path):
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    if files:
-        write_image(tmp_path / "a.png")
-    with pytest.raises(error, match=words):
-        find_media(tmp_path / source)
+def test_captions_in_a_file_that_is_wrong_are_refused(kind: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / f"metadata.{kind}").write_bytes(content)
+    for name in ("a.png", "b.png"):
+        write_image(tmp_path / name)
+    with pytest.raises(FileNotFoundError if words == "c.png" else ValueError, match=words):
+        find_media(tmp_path)
+
+
+def test_folders_without_media_or_with_two_files_of_captions_are_refused(tmp_path: Path) -> None:
+    with refused("none", error=FileNotFoundError):
+        find_media(tmp_path / "none")
+    with refused("no videos or images", error=FileNotFoundError):
+        find_media(tmp_path)
+    write_image(tmp_path / "a.png")
+    for kind, content in (("jsonl", "{}\n"), ("csv", "a\n")):
+        (tmp_path / f"metadata.{kind}").write_text(content)
+    with refused("metadata.jsonl and metadata.csv"):
+        find_media(tmp_path)
 
 
 _STREAMS = [("mp4", "mpeg4"), ("mkv", "mpeg4"), ("webm", "libvpx")]
