@@ -90,7 +90,6 @@ def clip_text(suffix: str = "", cls: type = transformers.CLIPTextModel, seed: in
 
 
 def gemma_text() -> dict[str, Any]:
-    """SANA's text encoder and tokenizer."""
     parts = sana_pipeline().components
     return {name: parts[name] for name in ("text_encoder", "tokenizer")}
 
@@ -136,7 +135,6 @@ def half_autoencoder(shift: float, **config: Any) -> Any:
 
 
 def qwen_autoencoder() -> Any:
-    """Qwen-Image's, whose latents have half the height and width."""
     scale = {"latents_mean": [0.1, -0.1, 0.2, 0.0], "latents_std": [1.1, 0.9, 1.2, 1.0]}
     stages = {"dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [False]}
     return autoencoder("AutoencoderKLQwenImage", base_dim=3, z_dim=4, **stages, **scale)
@@ -157,12 +155,10 @@ def wan_components(flow_shift: float = 5.0, image_channels: int | None = None) -
 
 
 def flow(**config: Any) -> Any:
-    """Euler's steps of flow matching."""
     return FlowMatchEulerDiscreteScheduler(**config)
 
 
 def pipeline(kind: str, components: Callable[[], Mapping[str, Any]], **config: Any) -> Callable[[Any], Any]:
-    """What makes a pipeline of diffusers with a transformer, from its other components."""
     return lambda transformer: getattr(diffusers, kind)(transformer=transformer, **components(), **config)
 
 
@@ -214,13 +210,7 @@ def _allegro_components() -> dict[str, Any]:
     return {**text, "vae": autoencoder("AutoencoderKLAllegro", **sizes), "scheduler": scheduler}
 
 
-def _anyflow_components() -> dict[str, Any]:
-    """Wan's components, and Euler's steps between any two times."""
-    return {**wan_components(), "scheduler": diffusers.FlowMapEulerDiscreteScheduler(shift=5.0)}
-
-
 def _cogvideox_components() -> dict[str, Any]:
-    """The scheduler takes the prediction as a velocity."""
     steps = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0}
     scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", **steps)
     return {**t5_text(), "vae": autoencoder("AutoencoderKLCogVideoX", **_FOUR_STAGES), "scheduler": scheduler}
@@ -243,7 +233,6 @@ def _easyanimate_components() -> dict[str, Any]:
 
 
 def _hunyuan_dit_components() -> dict[str, Any]:
-    """BERT and T5 text encoders, DDPM with v-prediction, no safety checker."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     betas = {"beta_start": 0.00085, "beta_end": 0.03, "beta_schedule": "scaled_linear"}
     bert = seeded(transformers.BertModel, config=transformers.BertConfig(vocab_size=16, **sizes))
@@ -262,7 +251,6 @@ def _hunyuan_video_components() -> dict[str, Any]:
 
 
 def _framepack_components() -> dict[str, Any]:
-    """HunyuanVideo's components, and SigLIP for the picture."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config, side = transformers.SiglipVisionConfig(**sizes, image_size=8, patch_size=4), {"height": 8, "width": 8}
     image = {"image_encoder": seeded(transformers.SiglipVisionModel, config=config)}
@@ -344,7 +332,6 @@ def _ideogram4(transformer: Any) -> Any:
 
 
 def _krea2(transformer: Any) -> Any:
-    """Qwen3-VL, whose text comes from two of its layers, and Qwen-Image's autoencoder."""
     pipe = diffusers.Krea2Pipeline(
         scheduler=flow(use_dynamic_shifting=True),
         vae=qwen_autoencoder(),
@@ -432,7 +419,6 @@ def modular(transformer: Any, kind: type, blocks: Any, **parts: Any) -> Any:
 
 
 def minimax_h3(transformer: Any) -> Any:
-    """Its own schedules of video and sound."""
     schedulers = {"scheduler": 12.0, "audio_scheduler": 3.0}
     parts = {name: diffusers.MiniMaxH3Scheduler(shift=shift) for name, shift in schedulers.items()}
     return modular(transformer, MiniMaxH3ModularPipeline, MiniMaxH3CoreDenoiseStep(), **parts)
@@ -449,7 +435,6 @@ def _pixart_components() -> dict[str, Any]:
 
 
 def _longcat(transformer: Any) -> Any:
-    """Qwen2.5-VL as text encoder, which rewrites no prompts here."""
     pipe = diffusers.LongCatImagePipeline(
         scheduler=flow(use_dynamic_shifting=True),
         vae=half_autoencoder(0.1, latent_channels=16),  # the pipeline takes them for granted
@@ -463,7 +448,6 @@ def _longcat(transformer: Any) -> Any:
 
 
 def _qwenimage(transformer: Any) -> Any:
-    """Qwen2.5-VL as text encoder; two forwards for guidance."""
     pipe = diffusers.QwenImagePipeline(
         scheduler=flow(use_dynamic_shifting=True, max_shift=0.9, shift_terminal=0.02),
         vae=qwen_autoencoder(),
@@ -476,13 +460,11 @@ def _qwenimage(transformer: Any) -> Any:
 
 
 def _sana_video_components(scheduler: Any = None) -> dict[str, Any]:
-    """Gemma 2 text encoder, Wan's autoencoder, DPM-Solver on flow matching unless another scheduler is given."""
     usual = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
     return {**gemma_text(), "vae": wan_pipeline().vae, "scheduler": scheduler or usual}
 
 
 def _z_image_components() -> dict[str, Any]:
-    """Qwen3 as text encoder; guidance in one forward."""
     config = transformers.Qwen3Config(**language_model(layers=2), head_dim=8)
     text = {"text_encoder": seeded(transformers.Qwen3Model, config=config), "tokenizer": text_tokenizer()}
     return {**text, "vae": half_autoencoder(0.1), "scheduler": flow(shift=3.0)}
@@ -497,11 +479,8 @@ class Case:
     """A tiny model with random weights, its inputs and its pipeline."""
 
     name: str
-    """Key of ``CASES``."""
     make: Callable[[Any], Any]
-    """A pipeline with a transformer."""
     call: Mapping[str, Any]
-    """Arguments of a short call of the pipeline."""
     attentions: tuple[str, ...]
     """Names of the self-attentions over the grid, in order."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -509,7 +488,6 @@ class Case:
     grids: tuple[tuple[int, ...], tuple[int, ...]] = _IMAGE
     """Token grids of usual and of ragged inputs."""
     family: str = ""
-    """Name of the family, if not that of the case."""
     frames: int | None = None
     """Latent frames that are no axis of the grid."""
     texts: Mapping[str, int] = field(default_factory=dict)
@@ -529,12 +507,10 @@ class Case:
 
     @property
     def of_family(self) -> Family:
-        """The family of the package."""
         return get_family(self.family or self.name)
 
     @property
     def model(self) -> Model:
-        """The tiny configuration."""
         found = [model for model in self.of_family.models if model.is_tiny]
         return found[0] if found else MODELS[self.of_family.name]
 
@@ -549,7 +525,6 @@ class Case:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Token grid of the usual inputs."""
         return self.grids[0]
 
     @property
@@ -569,7 +544,6 @@ class Case:
         return self.of_inputs.channels(model.config), *frames, *sizes
 
     def transformer(self, **config: Any) -> Any:
-        """The model; arguments of the class may differ."""
         model = self.model
         small = small_case(model)
         settings = {**self.of_family.class_settings(model, small.height, small.frames), **self.settings, **config}
@@ -581,7 +555,6 @@ class Case:
         return self.transformer(**dict.fromkeys(model.more_layers, 1), **{model.layers_argument: 2 - model.layers % 2})
 
     def pipeline(self, **config: Any) -> Any:
-        """The pipeline, with a transformer of these arguments."""
         return quiet(self.make(self.transformer(**config)))
 
     def drawn(self, grid: tuple[int, ...], batch: int, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -601,7 +574,6 @@ class Case:
         return latents, conditioning
 
     def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
-        """Keyword arguments of the transformer's forward."""
         inputs, grid = self.of_inputs, self.grids[ragged]
         is_sigma = inputs.takes_sigma
         timestep = torch.tensor([0.5, 0.25, 0.75] if is_sigma else [500, 250, 750])[:batch]
@@ -624,7 +596,6 @@ class _Built(Case):
 
 
 def _built(name: str, attentions: tuple[str, ...], family: str = "") -> Case:
-    """A case of ``FAMILIES``, with the pipeline of its family."""
     of_pipeline, model = PIPELINES[family or name], FAMILIES[name]
     makers = {"wan": wan_pipeline, "sana": sana_pipeline, "dit": dit_pipeline}
     grids = model.grid, model.ragged_grid
@@ -633,7 +604,6 @@ def _built(name: str, attentions: tuple[str, ...], family: str = "") -> Case:
 
 @cache
 def _model_of(name: str) -> Any:
-    """A model of a case, for its configuration."""
     return CASES[name].transformer()
 
 
@@ -714,7 +684,6 @@ SOUND_CALL: dict[str, Any] = {
     "text_token_tags": torch.ones(TEXT_TOKENS, dtype=torch.int64),
     **{"num_frames": 124, "height": 64, "width": 96, "num_inference_steps": 3},  # the last is where the steps end
 }
-"""A call of MiniMax-H3's modular pipeline."""
 _FLUX3_CALL = {**embeddings(TEXT_TOKENS, 16), "height": 128, "width": 128, "num_inference_steps": 2}
 _FLUX3_LAYERS = (*_layers(2, "mode_blocks.image.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
 _PLAIN_CALL = {"negative_prompt": None, "use_resolution_binning": False}
@@ -741,7 +710,9 @@ _AURA_LAYERS = (*_layers(2, "joint_transformer_blocks.{}.attn"), *_layers(2, "si
 _edit = _of_wan("ChronoEditPipeline", 5.0, 8)
 _cogvideox, _ltx2 = pipeline("CogVideoXPipeline", _cogvideox_components), pipeline("LTX2Pipeline", _ltx2_components)
 _allegro = pipeline("AllegroPipeline", _allegro_components)
-_anyflow = pipeline("AnyFlowPipeline", _anyflow_components)
+_anyflow = pipeline(
+    "AnyFlowPipeline", lambda: {**wan_components(), "scheduler": diffusers.FlowMapEulerDiscreteScheduler(shift=5.0)}
+)
 _sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline("ZImagePipeline", _z_image_components)
 _cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
 _easyanimate = pipeline("EasyAnimatePipeline", _easyanimate_components)
@@ -890,7 +861,6 @@ NAMES = tuple(case.name for case in CASES.values() if not case.family)
 
 
 def case_of(name: str) -> Any:
-    """One of the cases."""
     return CASES[name]
 
 
@@ -920,7 +890,6 @@ ALL_LISTED = {"density": 1.0, "dense_layers": 0}
 
 
 def handle(model: Any) -> Any:
-    """The handle of a patched transformer."""
     return mhla.patching.find_patched(model)["transformer"]
 
 
@@ -958,5 +927,4 @@ def footprint(model: Any) -> dict[str, Any]:
 
 
 def plain(name: str, **settings: Any) -> dict[str, Any]:
-    """Settings of MHLA with the blocks of a case."""
     return {"blocks": case_of(name).blocks, **settings}

@@ -55,10 +55,6 @@ CASE = _Added(
 
 
 def save_cogview3plus(folder: Path) -> Path:
-    """Write the pipeline into a folder for ``--model``.
-
-    Returns:
-        ``folder``.
-    """
+    """Write the pipeline into a folder for ``--model``, which is returned."""
     cogview3plus_pipeline().save_pretrained(folder)
     return folder

@@ -1,7 +1,6 @@
 """Noise, times and losses against those of diffusers' schedulers."""
 
 import math
-from typing import Any
 
 import diffusers
 import pytest
@@ -105,14 +104,10 @@ def test_model_without_variance_is_refused() -> None:
         process.loss(torch.zeros(1, 4, 2, 2), batch)
 
 
-def _of_cogvideox(shift: float) -> tuple[Any, VelocityDDPM]:
-    settings = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "snr_shift_scale": shift}
-    return diffusers.CogVideoXDDIMScheduler(**settings), VelocityDDPM(snr_shift=shift)
-
-
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_velocity_is_that_of_diffusers_scheduler(shift: float) -> None:
-    scheduler, process = _of_cogvideox(shift)
+    settings = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "snr_shift_scale": shift}
+    scheduler, process = diffusers.CogVideoXDDIMScheduler(**settings), VelocityDDPM(snr_shift=shift)
     latents, noise = torch.randn(2, 5, 4, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     time = torch.tensor([0, 1, 500, 998, 999])
     batch = process.make_batch(latents, noise, (time + 0.5) / 1000, {})
