@@ -94,7 +94,7 @@ def info(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps of a call; default: 50.")] = None,
 ) -> None:
     """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
-    from .benchmark.info import configs_of, print_any_patch, print_info, print_model, report
+    from .benchmark.info import print_any_patch, print_info, print_model, report
 
     changes: dict[str, Any] = options["patch_settings"]
     given = {"size": size, "frames": frames, "steps": steps, **changes}
@@ -104,8 +104,7 @@ def info(
     if as_report and (model is not None or patch is not None):
         raise ValueError("--report stands alone; leave --model and --patch out.")
     if model is not None:
-        chosen = None if patch is None else configs_of(patch)[0]
-        print_model(model, size, frames, chosen, changes, steps or 50)
+        print_model(model, size, frames, patch, changes, steps or 50)
     elif as_report:
         typer.echo(report())
     elif patch is None:
@@ -129,11 +128,11 @@ def check(
     from .checking import check as run
     from .files import write_text
 
-    found = run(model, size, frames, device, dtype)
-    typer.echo(str(found))
-    write_text(str(found), output / "check.md")
+    found, is_correct = run(model, size, frames, device, dtype)
+    typer.echo(found)
+    write_text(found, output / "check.md")
     typer.echo(f"Wrote {output / 'check.md'}, to paste into an issue")
-    if not found.is_correct:
+    if not is_correct:
         raise typer.Exit(1)
 
 

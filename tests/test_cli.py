@@ -96,7 +96,7 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
 
 def test_info_as_a_report():
     shown = mhla_here("info", "--report")
-    versions = [f"{module.__name__} {module.__version__}" for module in (mhla_diffusers, torch, diffusers)]
+    versions = [f"{module.__name__}: {module.__version__}" for module in (mhla_diffusers, torch, diffusers)]
     for line in (*versions, "backends: auto, eager, triton"):
         assert f"\n{line}" in f"\n{shown}"
     personal = (str(Path.home()), getpass.getuser(), platform.node(), sys.prefix)

@@ -2,22 +2,21 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from ..attention.costs import AttentionSizes
 from ..attention.layout import check_layout
-from ..config import MHLAConfig, SparseConfig
+from ..config import PatchConfig, SparseConfig
 from ..errors import check_names
 from ..families import Family, Model, families, get_family
 from ..reporting import parse_size, times
 
-Work = Literal["softmax", "linear", "sparse"]
-"""Softmax over all pairs, MHLA, or sparse attention."""
-BLOCK_SIZE = 64
-"""Tokens per query block with which sparse attention is measured."""
+SPARSE_CONFIG = SparseConfig(block_size=64, key_block_size=32)
+"""Sparse attention as long sequences have it, which every kernel takes at short ones too."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,12 @@ class Shape:
 
     name: str
     grid: tuple[int, ...]
-    """Tokens per axis."""
     blocks: tuple[int, ...]
     """MHLA blocks per axis."""
     heads: int
     head_dim: int
-    block_size: int | None = None
-    """Tokens per query block of sparse attention; None where the model's own attention is linear."""
-    density: float = SparseConfig.density
+    sparse: SparseConfig | None = None
+    """None where the model's own attention is linear."""
     rope: bool = False
     """Whether MHLA is called with RoPE, as the model calls it."""
 
@@ -45,22 +42,9 @@ class Shape:
         """N."""
         return math.prod(self.grid)
 
-    @property
-    def plain(self) -> "Shape":
-        """The same with one block, which makes MHLA plain linear attention."""
-        return replace(self, blocks=(1,) * len(self.blocks))
-
-    @property
-    def sparse_config(self) -> SparseConfig:
-        """Settings of sparse attention; key blocks have at most 32 tokens, as by default."""
-        size = self.block_size or BLOCK_SIZE
-        return SparseConfig(density=self.density, block_size=size, key_block_size=min(32, size))
-
-    def flops(self, work: Work) -> int:
-        """Count the FLOPs of a forward."""
-        config = MHLAConfig(blocks=self.blocks) if work == "linear" else self.sparse_config
-        sizes = config.sizes_on(self.grid, self.heads, self.head_dim)
-        return sizes.softmax_flops if work == "softmax" else sizes.flops
+    def sizes(self, config: PatchConfig) -> AttentionSizes:
+        """Return what the cost of a patch depends on here."""
+        return config.sizes_on(self.grid, self.heads, self.head_dim)
 
     def draw_inputs(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Draw seeded query, key and value, each (1, N, H, D)."""
@@ -68,8 +52,10 @@ class Shape:
         size = (1, self.tokens, self.heads, self.head_dim)
         return tuple(torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(3))
 
-    def draw_rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin) of random angles, each (1, N, 1, D)."""
+    def draw_rotary(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (cos, sin) of random angles, each (1, N, 1, D); None without RoPE."""
+        if not self.rope:
+            return None
         angles = torch.randn(1, self.tokens, 1, self.head_dim // 2, device=device).repeat_interleave(2, dim=-1)
         return angles.cos(), angles.sin()
 
@@ -83,9 +69,6 @@ class Case:
     width: int
     frames: int | None = None
     """None for an image."""
-    batch: int = 1
-    layers: int | None = None
-    """Number of layers to build, for counting; None for all."""
 
     def __post_init__(self) -> None:
         model = self.model
@@ -111,8 +94,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Model, size and batch."""
-        return f"{self.model.name} {self.size}" + (f", batch {self.batch}" if self.batch > 1 else "")
+        """Model and size."""
+        return f"{self.model.name} {self.size}"
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -130,13 +113,15 @@ class Case:
         """The self-attention with most tokens, and the block counts with which it is measured."""
         model, grid = self.model, self.grid
         blocks = tuple(min(pair) for pair in zip(model.blocks, grid, strict=True))
-        block_size = BLOCK_SIZE if self.family.computes == "softmax" else None
-        name, rope = f"{model.name} {self.size}", self.model.has_rope
-        return Shape(name, grid, blocks, model.heads, model.head_dim, block_size, rope=rope)
+        sparse = SPARSE_CONFIG if self.family.computes == "softmax" else None
+        return Shape(self.name, grid, blocks, model.heads, model.head_dim, sparse, model.has_rope)
 
-    def build(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """Build the transformer in eval mode with seeded random weights, and the float32 parts that diffusers keeps."""
-        settings = self.family.class_settings(self.model, self.height, self.frames, self.layers)
+    def build(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
+        """Build the transformer, or some of its layers, in eval mode with seeded random weights.
+
+        The parts that diffusers keeps in float32 are in float32.
+        """
+        settings = self.family.class_settings(self.model, self.height, self.frames, layers)
         torch.manual_seed(0)
         with device:
             transformer = self.family.transformer_class(self.model.transformer)(**settings).to(device)
@@ -155,13 +140,13 @@ class Case:
 
         def fill(*shape: int, like: torch.dtype = dtype) -> torch.Tensor:
             if like.is_floating_point:
-                return torch.randn(self.batch, *shape, device=device, dtype=dtype)
-            return torch.ones(self.batch, *shape, device=device, dtype=like)  # masks, and classes
+                return torch.randn(1, *shape, device=device, dtype=dtype)
+            return torch.ones(1, *shape, device=device, dtype=like)  # masks, and classes
 
         shapes = family.inputs.conditioning_shapes(transformer.config)
         conditioning = {name: fill(*tensor.shape, like=tensor.dtype) for name, tensor in shapes.items()}
         sample = fill(family.inputs.channels(transformer.config), *latents)
-        timestep = torch.full((self.batch,), 500, device=device)
+        timestep = torch.full((1,), 500, device=device)
         return {**family.inputs.arguments(transformer, sample, timestep, conditioning), "return_dict": False}
 
 
@@ -176,7 +161,6 @@ def choose_cases(
     frames: Sequence[int] | None = None,
     *,
     smallest: bool = False,
-    batch: int = 1,
 ) -> list[Case]:
     """Return every model at every size, such as "480x832" or "512", and number of frames; by default the model's own.
 
@@ -190,7 +174,7 @@ def choose_cases(
             raise ValueError(f"--frames {frames[0]} is for videos, and {model.name} takes none; leave it out.")
         counts = (frames or (model.frames,)) if model.is_video else (None,)
         pixels = [parse_size(text) for text in sizes] if sizes else model.sizes[: 1 if smallest else None]
-        cases += [Case(model, *size, count, batch) for size in pixels for count in counts]
+        cases += [Case(model, *size, count) for size in pixels for count in counts]
     return cases
 
 

@@ -32,7 +32,6 @@ def bench_operator(
     model: _Models = None,
     size: _Sizes = None,
     frames: _Frames = None,
-    stage: Annotated[list[str] | None, typer.Option(help="forward or forward+backward; both if left out.")] = None,
     device: _Device = "auto",
     dtype: _DType = None,
     seconds: _Seconds = 1.0,
@@ -41,14 +40,14 @@ def bench_operator(
     """One attention: MHLA, sparse and plain linear attention against softmax, checked against float64 first."""
     from .cases import choose_cases
     from .measure import Results
-    from .operator import STAGES, benchmark_operator
+    from .operator import benchmark_operator
 
     place, precision, on_cpu = place_of(device, dtype)
     names = model or ["dit-xl-2" if on_cpu else "wan2.1-1.3b"]
     cases = choose_cases(names, size, frames, smallest=on_cpu)
     results = Results("op", place, precision, output, seconds)
     for case in cases:
-        benchmark_operator(case.shape, results, stage or STAGES)
+        benchmark_operator(case.shape, results)
     results.finish()
 
 
@@ -57,7 +56,6 @@ def bench_transformer(
     model: _Models = None,
     size: _Sizes = None,
     frames: _Frames = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
     device: _Device = "auto",
     dtype: _DType = None,
     compile: Annotated[bool | None, typer.Option(help="Time compiled blocks too; default: on a GPU.")] = None,
@@ -71,7 +69,7 @@ def bench_transformer(
 
     place, precision, on_cpu = place_of(device, dtype)
     names = model or ["dit-s-2" if on_cpu else "wan2.1-1.3b"]
-    cases = choose_cases(names, size, frames, smallest=on_cpu, batch=batch)
+    cases = choose_cases(names, size, frames, smallest=on_cpu)
     results = Results("transformer", place, precision, output, seconds)
     for case in cases:
         benchmark_forward(case, results, compile=not on_cpu if compile is None else compile)

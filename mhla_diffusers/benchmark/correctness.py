@@ -14,9 +14,9 @@ from ..patching import find_patched
 from ..patching.call import Seen
 from .cases import Shape
 
-LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+_LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """‖found − reference‖ / ‖reference‖ of an output."""
-LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_LARGEST_GRADIENT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _ROWS = 64
 """Query tokens whose rows are compared."""
 _HEADS = 2
@@ -45,22 +45,22 @@ def operator_errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> d
     inputs: dict[str, Any] = dict(zip(("query", "key", "value"), shape.draw_inputs(device, dtype), strict=True))
     rows = torch.arange(shape.tokens, device=device)[:: max(1, shape.tokens // _ROWS)][:_ROWS]
     upstream = torch.randn(1, len(rows), shape.heads, shape.head_dim, device=device, dtype=torch.float64)
-    common: dict[str, Any] = {"grid": shape.grid, "rotary": shape.draw_rotary(device) if shape.rope else None}
+    common: dict[str, Any] = {"grid": shape.grid, "rotary": shape.draw_rotary(device)}
     mixing = initial_mixing(shape.blocks).to(device)
     attends: dict[str, tuple[Any, Any, dict[str, torch.Tensor]]] = {
         "MHLA": (
             partial(mhla_attention, **common, blocks=shape.blocks),
-            lambda **x: MHLACall(**x, **common, blocks=shape.blocks),
+            partial(MHLACall, **common, blocks=shape.blocks),
             {**inputs, "mixing": mixing + 0.1 * torch.rand_like(mixing)},
         )
     }
-    if shape.block_size is not None:
-        rule, half = shape.sparse_config.rule_on(shape.grid), torch.full((shape.heads,), 0.5, device=device)
+    if shape.sparse is not None:
+        rule, half = shape.sparse.rule_on(shape.grid), torch.full((shape.heads,), 0.5, device=device)
         lists: Any = with_lists(SparseCall(**inputs, **common, sparse=rule)).sparse
         given = {**common, "pooled_bias": half, "state_weight": half}
         attends["sparse"] = (
             partial(sparse_attention, **given, lists=lists),
-            lambda **x: SparseCall(**x, **given, sparse=lists),
+            partial(SparseCall, **given, sparse=lists),
             inputs,
         )
     errors = {}
@@ -72,26 +72,30 @@ def operator_errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> d
             leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
             found = attend(**leaves, backend=backend)[:, rows]
             gradients = torch.autograd.grad(found, list(leaves.values()), upstream.to(found.dtype))
-            errors[f"{kind} {backend} output"] = relative_error(found, expected)
+            errors[f"{kind} {backend} output"] = _relative_error(found, expected)
             for name, one, other in zip(leaves, gradients, wanted, strict=True):
-                errors[f"{kind} {backend} gradient of {name}"] = relative_error(one, other)
+                errors[f"{kind} {backend} gradient of {name}"] = _relative_error(one, other)
     return errors
 
 
-def limit_of(name: str, dtype: torch.dtype) -> float:
-    """Return the largest relative error that a tensor of :func:`operator_errors` may have."""
-    return (LARGEST_ERROR if name.endswith("output") else LARGEST_GRADIENT_ERROR)[dtype]
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    one, other = found.detach().double(), expected.detach().double()
+    return float((one - other).norm() / other.norm())
+
+
+def too_large(errors: Mapping[str, float], dtype: torch.dtype) -> list[str]:
+    """Return the relative errors of outputs and gradients that are too large in a type, each with its limit."""
+    wrong = []
+    for name, error in errors.items():
+        limit = (_LARGEST_ERROR if name.endswith("output") else _LARGEST_GRADIENT_ERROR)[dtype]
+        if not error <= limit:  # also NaN
+            wrong.append(f"{name} {error:.1e} of {limit:.0e}")
+    return wrong
 
 
 def check_operator(shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     """Raise IncorrectAttentionError if the relative error of an output or a gradient is too large here."""
-    _require(operator_errors(shape, device, dtype), dtype, f"An attention on {device} in {dtype}")
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ‖found − expected‖ / ‖expected‖, in float64."""
-    one, other = found.detach().double(), expected.detach().double()
-    return float((one - other).norm() / other.norm())
+    _require(operator_errors(shape, device, dtype), dtype, f"An attention on {device}")
 
 
 @torch.no_grad()
@@ -101,9 +105,8 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
 
     def compare(seen: Seen) -> torch.Tensor:
         if seen.layer in (patched.chosen[0], patched.chosen[-1]):
-            error = relative_error(seen.output, seen.reference())
-            what = f"The attention of patched layers on {seen.output.device} in {seen.output.dtype}"
-            _require({"output": error}, seen.output.dtype, what)
+            error = _relative_error(seen.output, seen.reference())
+            _require({"output": error}, seen.output.dtype, f"The attention of patched layers on {seen.output.device}")
         return seen.output
 
     with patched.watched(compare):
@@ -111,9 +114,7 @@ def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
 
 
 def _require(errors: Mapping[str, float], dtype: torch.dtype, what: str) -> None:
-    limits = {name: limit_of(name, dtype) for name in errors}
-    wrong = [f"{name} {error:.1e} of {limits[name]:.0e}" for name, error in errors.items() if not error <= limits[name]]
-    if wrong:
+    if wrong := too_large(errors, dtype):
         raise IncorrectAttentionError(
-            f"{what} has a relative error that is too large: {', '.join(wrong)}. Nothing was timed."
+            f"{what} in {dtype} has a relative error that is too large: {', '.join(wrong)}. Nothing was timed."
         )

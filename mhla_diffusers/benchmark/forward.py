@@ -18,43 +18,44 @@ from .cases import Case, small_case
 from .correctness import check_operator, check_patched
 from .counts import count_forward
 from .measure import Results, Row, Runs, free_bytes, time_interleaved
-from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE, why_no_softmax
+from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE
 
-FORWARD = "forward"
 OWN = "own"
 """The model's own attention, where it is linear."""
 HYBRID = "MHLA hybrid 2/3"
 """The model's own attention in every third layer."""
 LINEAR_KINDS = (PLAIN, MHLA, HYBRID)
-PATCHES = (*LINEAR_KINDS, SPARSE)
-"""Attentions that are a patch; sparse attention is for models whose own attention is softmax."""
 COMPILED = " + torch.compile"
 """Ends the name of a variant whose repeated blocks are compiled."""
 
 
 def patch_settings(kind: str, blocks: tuple[int, ...]) -> dict[str, Any]:
-    """Return arguments of :func:`apply_mhla` for one of ``PATCHES``; plain linear attention has one block."""
-    if kind == SPARSE:
-        return {"density": SparseConfig.density}
-    return {"blocks": (1,) * len(blocks) if kind == PLAIN else blocks, "layers": "2/3" if kind == HYBRID else "all"}
+    """Return arguments of :func:`apply_mhla` for an attention; empty for the model's own and for softmax."""
+    settings: dict[str, dict[str, Any]] = {
+        PLAIN: {"blocks": (1,) * len(blocks)},
+        MHLA: {"blocks": blocks},
+        HYBRID: {"blocks": blocks, "layers": "2/3"},
+        SPARSE: {"density": SparseConfig.density},
+    }
+    return settings.get(kind, {})
 
 
-def change_attention(case: Case, transformer: Any, kind: str) -> Any:
-    """Give an unpatched transformer of a case another self-attention, in place, and return it."""
+def change_attention(case: Case, transformer: Any, kind: str) -> None:
+    """Give an unpatched transformer of a case another self-attention, in place."""
     family = case.family
     if kind == SOFTMAX and family.computes != SOFTMAX:
         for attn in family.self_attentions(transformer).values():
             attn.set_processor(imported(family.softmax_processor)())
-    if kind in PATCHES:
-        apply_mhla(transformer, **patch_settings(kind, case.model.blocks))
-    return transformer
+    if settings := patch_settings(kind, case.model.blocks):
+        apply_mhla(transformer, **settings)
 
 
 def with_attention(case: Case, transformer: Any, kind: str) -> Any:
     """Return a copy with another self-attention, as :func:`change_attention`; common weights are shared."""
     tensors = (*transformer.parameters(), *transformer.buffers())
     shared = copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
-    return change_attention(case, shared, kind)
+    change_attention(case, shared, kind)
+    return shared
 
 
 def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compile: bool) -> Runs:
@@ -63,20 +64,20 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
     Variants are copies that share its weights; with ``compile`` each is there with its repeated blocks compiled too.
     """
     model, family, own_is_softmax = case.model, case.family, case.family.computes == SOFTMAX
-    blocks = {OWN: 1, PLAIN: 1} | dict.fromkeys((MHLA, HYBRID), math.prod(model.blocks))
     runs: Runs = {}
 
     @cache
     def flops(kind: str) -> int:
-        config = family.complete(patch_settings(kind, model.blocks)) if kind in PATCHES else None
+        settings = patch_settings(kind, model.blocks)
+        config = family.complete(settings) if settings else None
         change = None if config else partial(change_attention, case, kind=kind)
         return sum(count_forward(case, config, change=change).values())
 
-    def add(name: str, kind: str, backend: str | None = None, absent: str | None = None, note: str = "") -> None:
+    def add(name: str, kind: str, backend: str | None = None, note: str = "") -> None:
         is_baseline = kind == (SOFTMAX if own_is_softmax else OWN)
-        row = Row(name, case.name, FORWARD, is_baseline, reason=note, tokens=math.prod(case.grid), batch=case.batch)
-        row = replace(row, blocks=blocks.get(kind), flops=flops(kind))
-        runs[row] = absent or partial(_forward, with_attention(case, transformer, kind), inputs, backend)
+        tokens = math.prod(case.grid)
+        row = Row(name, case.name, "forward", is_baseline, reason=note, tokens=tokens, flops=flops(kind))
+        runs[row] = partial(_forward, with_attention(case, transformer, kind), inputs, backend)
         if compile and backend is None:
             compiled = with_attention(case, transformer, kind)
             for block in family.blocks_of(compiled).values():
@@ -86,9 +87,8 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
     if not own_is_softmax:
         add(f"own {family.computes}", OWN)
     add("softmax native", SOFTMAX)
-    device = next(transformer.parameters()).device
     for backend in SOFTMAX_BACKENDS:
-        add(f"softmax {backend}", SOFTMAX, backend, why_no_softmax(backend, device))
+        add(f"softmax {backend}", SOFTMAX, backend)
     for kind in () if family.mhla is None else LINEAR_KINDS:
         add(kind, kind)
     if own_is_softmax:
@@ -113,7 +113,7 @@ def benchmark_forward(case: Case, results: Results, *, compile: bool = False) ->
     needed, free = sum(x.numel() * x.itemsize for x in weights), free_bytes(device)
     if needed > free:  # asked beforehand, as Linux ends a process that tries
         reason = f"the weights need {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
-        results.add([Row("all", case.name, FORWARD, status="out of memory", reason=reason)])
+        results.add([Row("all", case.name, "forward", status="out of memory", reason=reason)])
         return
     transformer = case.build(device, dtype)
     small = small_case(case.model).inputs(transformer, dtype)

@@ -1,7 +1,6 @@
 """``mhla info``: versions, devices, backends, supported models, presets and saved patches."""
 
 import math
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ..tiny import TINY
 from .cases import choose_cases
 from .cases import models as known_models
 from .counts import ATTENTION, PARTS, count_forward
-from .measure import package_versions
+from .measure import versions
 
 _SPARSE, _LINEAR = "works untrained", "has to be adapted first"
 """What a fresh patch needs."""
@@ -71,64 +70,44 @@ def report() -> str:
         card = torch.cuda.get_device_properties(index)
         memory, capability = f"{card.total_memory / 2**30:.0f} GiB", f"{card.major}.{card.minor}"
         devices.append(f"{card.name} ({memory}, capability {capability})")
-    lines = [
-        *(f"{package} {version}" for package, version in package_versions().items()),
-        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}",
-        f"devices: {', '.join([*devices, f'CPU with {torch.get_num_threads()} threads'])}",
-        f"backends: {', '.join(BACKENDS)}",
-    ]
-    return "\n".join(lines)
+    devices.append(f"CPU with {torch.get_num_threads()} threads")
+    found = {**versions(), "devices": ", ".join(devices), "backends": ", ".join(BACKENDS)}
+    return "\n".join(f"{name}: {text}" for name, text in found.items())
 
 
 def summary_of(config: PatchConfig) -> str:
     """Return which attention runs in which layers, with its main setting."""
-    share = {"all": "every layer"}.get(str(config.layers), f"layers {config.layers}")
+    layers = "every layer" if str(config.layers) == "all" else f"layers {config.layers}"
     if isinstance(config, SparseConfig):
-        return f"{config.attention}, density {config.density:.1%}, in {share}"
+        return f"{config.attention}, density {config.density:.1%}, in {layers}"
     assert isinstance(config, LinearConfig)
-    return f"{config.attention} of {times(config.blocks)} blocks in {share}"
+    return f"{config.attention} of {times(config.blocks)} blocks in {layers}"
 
 
 def _needs(config: PatchConfig) -> str:
     return _LINEAR if isinstance(config, LinearConfig) else _SPARSE
 
 
-def configs_of(patch: str) -> list[tuple[str, PatchConfig]]:
-    """Return family and configuration of every transformer of a patch, given as in :func:`print_any_patch`."""
-    folder = _saved_folder(patch)
-    if folder is None:
-        ready = load_patch(patch)
-        return [(ready.family, ready.patch)]
-    parts = read_record(folder).transformers.values()
-    return [(part.family, PatchConfig.read(part.patch)) for part in parts]
-
-
 def print_model(
-    name: str,
-    size: str | None,
-    frames: int | None,
-    patch: tuple[str, PatchConfig] | None,
-    changes: Mapping[str, Any],
-    steps: int,
+    name: str, size: str | None, frames: int | None, patch: str | None, changes: Mapping[str, Any], steps: int
 ) -> None:
     """Print the FLOPs of one forward of a model by part, unpatched and patched, and the most that the patch can bring.
 
-    Nothing is downloaded and nothing runs: the transformer is built without values. ``patch`` is the name of its family
-    and its settings, by default that of ``apply_mhla(pipe)``; ``changes`` replace some of them. ``steps`` counts the
+    Nothing is downloaded and nothing runs: the transformer is built without values. ``patch`` is as for
+    :func:`print_any_patch`, by default that of ``apply_mhla(pipe)``; ``changes`` replace settings. ``steps`` counts the
     denoising steps of a call, dense ones included.
     """
     cases = choose_cases([name], size and [size], None if frames is None else [frames])
     case, family = cases[0], cases[0].family
-    of_family, config = patch or (family.name, family.default_config)
+    of_family, config = (family.name, family.default_config) if patch is None else _first_config(patch)
     if of_family not in ("", family.name):
         raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
     config = config.replace(**changes)
     counts = [(one, count_forward(one), count_forward(one, config)) for one in cases]
     _, plain, patched = counts[0]
     whole, left = sum(plain.values()), sum(patched.values())
-    tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
     cost, cost_after = (scaled(one, 1000, "FLOP") for one in (whole, left))
+    tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
     _say(f"{name} at {case.size}: {tokens}; its own attention is {family.computes}")
     if case.model.is_tiny and name.removeprefix("tiny-") in TINY:
         _say(f"a configuration for trying commands out; {name} of mhla generate is another one, with other strides")
@@ -136,10 +115,9 @@ def print_model(
     _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}")
     if config.has_dense_steps:
         _say(f"{dense_in_words(config, steps)}: a call at most {config.call_speedup(whole, left, steps):.2f}")
-    typer.echo()
     rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
-    _print_table("FLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
+    _print_table("\nFLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
     part = plain[ATTENTION] / whole
     most = f"; an attention that cost nothing would bring {1 / (1 - part):.2f}" if part < 1 else ""
     _say(f"\nSelf-attention is {part:.0%} of the unpatched forward{most}.")
@@ -153,6 +131,15 @@ def print_model(
         _print_table("\nThe most that the patch brings to a forward, by size", header, rows, right=True)
 
 
+def _first_config(patch: str) -> tuple[str, PatchConfig]:
+    folder = _saved_folder(patch)
+    if folder is None:
+        ready = load_patch(patch)
+        return ready.family, ready.patch
+    part = next(iter(read_record(folder).transformers.values()))
+    return part.family, PatchConfig.read(part.patch)
+
+
 def print_any_patch(patch: str) -> None:
     """Print a preset by its name or YAML path, or a saved patch by its folder."""
     folder = _saved_folder(patch)
@@ -163,11 +150,11 @@ def print_any_patch(patch: str) -> None:
         return
     record = read_record(folder)
     runs = dict.fromkeys(summary_of(PatchConfig.read(part.patch)) for part in record.transformers.values())
-    _say(f"{folder} runs {' and '.join(runs)}; saved with what it has learned, for load_mhla()\n")
     with safe_open(folder / PATCH_FILE, framework="pt") as tensors:
         sizes = {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     own = [size for name, size in sizes.items() if ".mhla." in name]
     _say(
+        f"{folder} was saved with what it has learned, for load_mhla(): {' and '.join(runs)}\n\n"
         f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(sizes) - len(own)} of the model with "
         f"{sum(sizes.values()) - sum(own):,}\n"
     )

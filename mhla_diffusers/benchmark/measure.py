@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -48,9 +48,6 @@ class Row:
     reason: str = ""
     """Why there is no time, or a remark on it."""
     tokens: int | None = None
-    blocks: int | None = None
-    """M; None for softmax."""
-    batch: int | None = None
     median: float | None = None
     """Seconds, as p20 and p80."""
     p20: float | None = None
@@ -178,33 +175,33 @@ def _warnings_of(run: Callable[[], object]) -> str:
     return " ".join(dict.fromkeys(texts))[:300]
 
 
-def package_versions() -> dict[str, str]:
-    """Return the versions of this package and of those that it runs on, as far as they are installed."""
+def versions() -> dict[str, str]:
+    """Return versions of this package and of what it runs on, by name."""
     found = {"mhla_diffusers": __version__}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    return found
+    found["Python"] = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    return {**found, "CUDA or ROCm": torch.version.cuda or torch.version.hip or "none"}
 
 
 def gather_conditions(device: torch.device) -> dict[str, str]:
     """Gather what two runs must share for their times to be comparable: name of a condition → text."""
+    driver = ""
     if device.type == "cuda":
-        found = {
-            "device": torch.cuda.get_device_name(device),
-            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
-            "CUDA or ROCm": str(torch.version.cuda or torch.version.hip),
-        }
-    else:
+        name = torch.cuda.get_device_name(device)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+    elif device.type == "cpu":
         named = re.search(r"^Model name:\s*(.+)$", _output("lscpu"), re.MULTILINE)
         name = re.sub(r"\((R|TM)\)", "", named[1]) if named else platform.machine()
-        found = {"device": f"{name}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type}
-    found |= {"Python": platform.python_version(), **package_versions()}
-    git = ("git", "-C", str(Path(__file__).parent))
+        name = f"{name}, {torch.get_num_threads()} threads"
+    else:
+        name = device.type
+    git, commit = ("git", "-C", str(Path(__file__).parent)), ""
     if _output(*git, "ls-files", Path(__file__).name):  # a checkout of this package, not an environment inside another
-        found["commit"] = _output(*git, "describe", "--always", "--dirty", "--abbrev=40")
-    found["date"] = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    found["command"] = shlex.join(["mhla", *sys.argv[1:]])
+        commit = _output(*git, "describe", "--always", "--dirty", "--abbrev=40")
+    date, command = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), shlex.join(["mhla", *sys.argv[1:]])
+    found = {"device": name, "driver": driver, **versions(), "commit": commit, "date": date, "command": command}
     return {name: text for name, text in found.items() if text}
 
 
@@ -245,10 +242,7 @@ class Results:
         writer.writeheader()
         writer.writerows(asdict(row) for row in self.rows)
         write_text(text.getvalue(), self.file.with_suffix(".csv"))
-        page = "".join(f"- {name}: {value}\n" for name, value in self.conditions.items())
-        for title, table, remarks in tables_of(self.rows):
-            page += f"\n{title}\n\n{markdown_table(*table)}" + "".join(f"\n{text}\n" for text in remarks)
-        write_text(page, self.file.with_suffix(".md"))
+        write_text(page_of(self.rows, self.conditions), self.file.with_suffix(".md"))
 
     def finish(self) -> None:
         """Say where the files are; ValueError with the reasons if nothing was measured."""
@@ -258,8 +252,19 @@ class Results:
         sys.stdout.write(f"Wrote {self.file}.csv and .md\n")
 
 
+def page_of(rows: Sequence[Row], conditions: Mapping[str, str]) -> str:
+    """Return the conditions and the tables of all cases as Markdown."""
+    page = "".join(f"- {name}: {value}\n" for name, value in conditions.items())
+    for title, table, remarks in tables_of(rows):
+        page += f"\n{title}\n\n{markdown_table(*table)}" + "".join(f"\n{text}\n" for text in remarks)
+    return page
+
+
 def tables_of(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[list[str], list[list[str]]], list[str]]]:
-    """Yield title, table and remarks of every case and stage: a line per remark, with its variants."""
+    """Yield title, table and remarks of every case and stage: a line per remark, with its variants.
+
+    A table has header and cells, without empty columns. "speedup" is over the fastest baseline; below 1 it is slower.
+    """
     for case, stage in dict.fromkeys((row.case, row.stage) for row in rows):
         here = [row for row in rows if (row.case, row.stage) == (case, stage)]
         remarks: dict[str, list[str]] = {}
@@ -267,21 +272,17 @@ def tables_of(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[list[str], list[
             said = ": ".join(filter(None, (row.status if row.status != "measured" else "", row.reason)))
             if said:
                 remarks.setdefault(said, []).append(row.variant)
-        table = table_of([row for row in here if row.status == "measured"])
+        columns = _columns_of([row for row in here if row.status == "measured"])
+        table = list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
         yield f"{case}, {stage}" if stage else case, table, [f"{said}: {'; '.join(x)}" for said, x in remarks.items()]
 
 
-def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return header and cells of the rows of one case and stage, with the columns that are not empty.
-
-    "speedup" says how many times faster a row is than the fastest baseline among them; below 1 it is slower.
-    """
-    baseline = min((row.median for row in rows if row.baseline and row.median is not None), default=None)
+def _columns_of(rows: Sequence[Row]) -> dict[str, list[str]]:
+    baseline = min((row.median for row in rows if row.baseline and row.median), default=None)
     numbers: dict[str, tuple[str, list[float | None]]] = {
         "median ms": (".3g", [row.median and 1000 * row.median for row in rows]),
         "p20": (".3g", [row.p20 and 1000 * row.p20 for row in rows]),
         "p80": (".3g", [row.p80 and 1000 * row.p80 for row in rows]),
-        "samples/s": (".3g", [row.batch / row.median if row.batch and row.median else None for row in rows]),
         "peak GiB": (".2f", [row.peak_bytes and row.peak_bytes / 2**30 for row in rows]),
         "TFLOP/s": (".3g", [row.flops / row.median / 1e12 if row.flops and row.median else None for row in rows]),
         "speedup": (".2f", [baseline / row.median if baseline and row.median else None for row in rows]),
@@ -292,4 +293,4 @@ def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     for name, (form, values) in numbers.items():
         if any(values):
             columns[name] = ["" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:{form}}" for x in values]
-    return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
+    return columns

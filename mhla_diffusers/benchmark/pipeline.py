@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -16,13 +15,14 @@ import numpy
 import torch
 
 from ..config import PROFILES, adapted_patch_folder, load_patch
+from ..families import Family
 from ..generation.noise import generator_for
 from ..generation.pipelines import PipelineChoice, family_of, has_weights, put_on
 from ..generation.similarity import psnr, ssim
 from ..patching import PATCH_FILE, find_transformers, remove_mhla
 from ..reporting import progress
 from ..tiny import tiny_pipeline
-from .cases import BLOCK_SIZE, Shape, models
+from .cases import SPARSE_CONFIG, Shape, models
 from .correctness import check_operator
 from .measure import Results, Row, measured, peak_bytes, refused, synchronize
 from .operator import SOFTMAX
@@ -64,35 +64,25 @@ def benchmark_pipeline(
     patches: Sequence[str],
     results: Results,
     *,
-    prompts: Sequence[str] = (),
-    changes: Mapping[str, Any] = MappingProxyType({}),
-    repetitions: int = 3,
+    prompts: Sequence[str],
+    changes: Mapping[str, Any],
+    repetitions: int,
 ) -> None:
     """Check MHLA, then call the pipeline unpatched and with every patch in turns, after one call each to warm up.
 
     All samples of a prompt are made from the same noise. Each is compared with the first one of the unpatched pipeline;
-    so is the unpatched pipeline's own last one, to see whether a call can be repeated. The profiles are called without
+    so are the unpatched pipeline's own, to see whether a call can be repeated. The profiles are called without
     ``patches``, and one prompt without ``prompts``; ``changes`` replace settings of all patches, such as ``density``.
     """
     family, device = choice.of_family, results.device
-    family.default_config.replace(**changes)  # raises what is not allowed
-    if not patches and family.computes != SOFTMAX:
-        raise ValueError(
-            f"Profiles replace softmax; the attention of {family.name} is {family.computes}: give --patch."
-        )
+    _check_patches(family, patches, changes)
     patching: dict[str, str | None] = {UNPATCHED: None, **{name: name for name in patches or PROFILES}}
-    for name in patches:
-        saved = adapted_patch_folder(name) or Path(name)
-        if not has_weights(name):
-            load_patch(name)  # raises for an unknown one
-        elif saved.is_dir() and not (saved / PATCH_FILE).is_file():
-            raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
     texts = prompts or (("3",) if family.calling.prompts_are_classes else ("a seven",))
     pipe = choice.load(texts)
     attn = next(iter(family.self_attentions(next(iter(find_transformers(pipe).values()))).values()))
-    size = BLOCK_SIZE if family.computes == SOFTMAX else None
+    sparse = SPARSE_CONFIG if family.computes == SOFTMAX else None
     grid, blocks = tuple(4 * x for x in family.mhla_blocks), family.mhla_blocks
-    check_operator(Shape(choice.family, grid, blocks, *family.heads(attn), size), device, results.dtype)
+    check_operator(Shape(choice.family, grid, blocks, *family.heads(attn), sparse), device, results.dtype)
 
     def run(prompt: str) -> Any:
         (sample,) = choice.call(pipe, [prompt], [generator_for(0)])
@@ -117,24 +107,37 @@ def benchmark_pipeline(
     if not peaks:
         raise ValueError(f"{model} fails with every patch: {rows[UNPATCHED].reason}.")
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
-    similar: dict[str, dict[str, dict[str, float]]] = {name: {} for name in peaks}
+    similar: dict[str, list[dict[str, float]]] = {name: [] for name in peaks}
     turns = [(name, text) for _ in range(repetitions) for text in texts for name in peaks]
     for name, text in progress(turns, desc="timing", leave=False):
         with patched(pipe, patching[name], changes):
             times, sample = timed_call(pipe, partial(run, text), device)
         seconds[name].append(times)
         if text in references:
-            similar[name][text] = similarities(frames_of(sample), references[text])
-    parts = [
-        measured(Row(name, case, part, name == UNPATCHED), [call[part] for call in calls], None)
-        for part in PARTS
-        for name, calls in seconds.items()
-    ]
+            similar[name].append(similarities(frames_of(sample), references[text]))
+    parts = []
     for name, calls in seconds.items():
-        row, found = measured(rows[name], [call[WHOLE] for call in calls], peaks[name]), [*similar[name].values()]
-        means = {key: fmean(one[key] for one in found) for key in (found[0] if found else ())}
-        rows[name] = replace(row, psnr=means.get("psnr"), ssim=means.get("ssim"))
+        measures = similar[name][0] if similar[name] else ()
+        means: dict[str, Any] = {measure: fmean(one[measure] for one in similar[name]) for measure in measures}
+        rows[name] = replace(measured(rows[name], [call[WHOLE] for call in calls], peaks[name]), **means)
+        of_part = {part: Row(name, case, part, baseline=name == UNPATCHED) for part in PARTS}
+        parts += [measured(row, [call[part] for call in calls], None) for part, row in of_part.items()]
     results.add([*rows.values(), *parts])
+
+
+def _check_patches(family: Family, patches: Sequence[str], changes: Mapping[str, Any]) -> None:
+    """Raise ValueError for a patch that is not there, or settings that are not allowed, before anything is loaded."""
+    family.default_config.replace(**changes)
+    if not patches and family.computes != SOFTMAX:
+        raise ValueError(
+            f"Profiles replace softmax; the attention of {family.name} is {family.computes}: give --patch."
+        )
+    for name in patches:
+        saved = adapted_patch_folder(name) or Path(name)
+        if not has_weights(name):
+            load_patch(name)
+        elif saved.is_dir() and not (saved / PATCH_FILE).is_file():  # such as a trained model, which stays in the pipe
+            raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
 
 
 def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], Any]:
@@ -164,14 +167,8 @@ def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple
 
 
 def frames_of(sample: Any) -> torch.Tensor:
-    """Convert a PIL image, or frames (F, H, W, 3) in [0, 1], to uint8 (F, 3, H, W); ValueError for anything else."""
-    values = numpy.asarray(sample)
-    if values.dtype == object or values.ndim not in (3, 4) or values.shape[-1] != 3:
-        raise ValueError(
-            f"A sample must be a PIL image or frames (F, H, W, 3), got {type(sample).__name__} of shape "
-            f"{values.shape}; return frames[0] or images[0] of the pipeline's output."
-        )
-    frames = torch.from_numpy(values.copy())
+    """Convert a PIL image, or frames (F, H, W, 3) in [0, 1], to uint8 (F, 3, H, W)."""
+    frames = torch.from_numpy(numpy.array(sample))
     if frames.is_floating_point():
         frames = (255 * frames.float().clamp(0, 1)).round().to(torch.uint8)
     return (frames if frames.ndim == 4 else frames[None]).movedim(-1, 1)

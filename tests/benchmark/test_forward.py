@@ -28,8 +28,8 @@ from .commands import measure, medians, read_rows
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def a_case(name, size=None, **different):
-    (case,) = choose_cases([name], size and [size], smallest=True, **different)
+def a_case(name, size=None):
+    (case,) = choose_cases([name], size and [size], smallest=True)
     return case
 
 
@@ -44,11 +44,11 @@ def on_meta(case, dtype=torch.float32):
 
 def test_inputs_are_of_the_types_and_sizes_that_the_model_takes():
     """PixArt-α's text has a mask of integers, and at 1024 px it is told the size of the picture."""
-    _, inputs = on_meta(a_case("tiny-pixart", "1024", batch=3), torch.bfloat16)
+    _, inputs = on_meta(a_case("tiny-pixart", "1024"), torch.bfloat16)
     text, mask = inputs["encoder_hidden_states"], inputs["encoder_attention_mask"]
-    assert (text.shape, text.dtype) == ((3, 120, 32), torch.bfloat16)
-    assert (mask.shape, mask.dtype) == ((3, 120), torch.int64)
-    assert inputs["added_cond_kwargs"]["resolution"].shape == (3, 2)
+    assert (text.shape, text.dtype) == ((1, 120, 32), torch.bfloat16)
+    assert (mask.shape, mask.dtype) == ((1, 120), torch.int64)
+    assert inputs["added_cond_kwargs"]["resolution"].shape == (1, 2)
 
 
 def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
@@ -98,7 +98,8 @@ def test_variants_share_weights_and_compute_what_they_say(name):
     case = a_case(name)
     transformer = case.build(CPU, torch.float32)
     runs = forward_runs(case, transformer, case.inputs(transformer, torch.float32), compile=False)
-    outputs = {row: run()[0] for row, run in runs.items() if not isinstance(run, str)}
+    gpu_only = "softmax cudnn", "softmax efficient"
+    outputs = {row: run()[0] for row, run in runs.items() if row.variant not in gpu_only}
     copies = [runs[row].args[0] for row in outputs]
     expected = next(found for row, found in outputs.items() if row.variant == "softmax native")
     for (row, found), changed in zip(outputs.items(), copies, strict=True):
@@ -179,11 +180,11 @@ def test_what_does_not_fit_is_a_row(tmp_path, monkeypatch):
 
 def test_a_family_of_the_users_own_is_measured(tmp_path, cogview3plus):
     """It tells its models and what conditions them."""
-    _, inputs = on_meta(a_case("tiny-cogview3plus", "256", batch=3), torch.bfloat16)
+    _, inputs = on_meta(a_case("tiny-cogview3plus", "256"), torch.bfloat16)
     text = inputs["encoder_hidden_states"]
-    assert (text.shape, text.dtype) == ((3, 224, 32), torch.bfloat16)
+    assert (text.shape, text.dtype) == ((1, 224, 32), torch.bfloat16)
     rows = measure(tmp_path, "transformer", "--model", "tiny-cogview3plus", "--size", "64x96")
     assert {"softmax native", SPARSE} <= set(medians(rows)) and not set(LINEAR_KINDS) & set(medians(rows))
     assert rows[0].tokens == 24
-    rows = measure(tmp_path / "op", "op", "--model", "tiny-cogview3plus", "--stage", "forward")
+    rows = measure(tmp_path / "op", "op", "--model", "tiny-cogview3plus")
     assert {"MHLA eager", f"{SPARSE} eager"} <= set(medians(rows))

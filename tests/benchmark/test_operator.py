@@ -12,6 +12,7 @@ from mhla_diffusers.benchmark import correctness
 from mhla_diffusers.benchmark.cases import Shape, choose_cases
 from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operator
 from mhla_diffusers.benchmark.operator import SPARSE
+from mhla_diffusers.config import MHLAConfig, SparseConfig
 
 from ..refusals import refused
 from .commands import measure, medians
@@ -28,19 +29,21 @@ def shape_of(model, size):
 def test_costs_are_those_of_the_paper():
     """Sec. 5.3: N = 31 500, D = 128, M = 105: mixing is about a sixth more arithmetic, and softmax 123 times plain."""
     shape = shape_of("wan2.1-1.3b", "480x800")
-    plain, mixed = (one.flops("linear") for one in (shape.plain, shape))
+    plain, mixed = (shape.sizes(MHLAConfig(blocks=blocks)) for blocks in ((1, 1, 1), shape.blocks))
     assert (shape.tokens, shape.blocks) == (31_500, (7, 3, 5))
-    assert mixed / plain == pytest.approx(1 + 105**2 / (2 * 31_500))
-    assert shape.flops("softmax") / plain == pytest.approx(31_500**2 / (31_500 * 129))
+    assert mixed.flops / plain.flops == pytest.approx(1 + 105**2 / (2 * 31_500))
+    assert mixed.softmax_flops / plain.flops == pytest.approx(31_500**2 / (31_500 * 129))
     # 98 of 985 blocks of keys are listed, each has a mean, and 493 blocks of queries mix the states of 124 stretches
-    listed = shape.flops("softmax") * 98 / 985
+    listed = mixed.softmax_flops * 98 / 985
     means, states = 4 * shape.tokens * 985 * 128, (4 * shape.tokens + 2 * 493 * 124) * 128**2
-    assert shape.flops("sparse") == pytest.approx(listed + 12 * (means + states))
-    assert shape_of("sana-1.6b", "1024").block_size is None, "SANA's own attention is linear"
+    assert shape.sizes(shape.sparse).flops == pytest.approx(listed + 12 * (means + states))
+    assert shape_of("sana-1.6b", "1024").sparse is None, "SANA's own attention is linear"
 
 
 def test_flops_are_those_that_pytorch_counts():
-    shape = Shape("", (16, 16), (2, 2), 3, 16, block_size=32, density=0.25)
+    config = SparseConfig(block_size=32, density=0.25)
+    shape = Shape("", (16, 16), (2, 2), 3, 16, config)
+    linear = shape.sizes(MHLAConfig(blocks=shape.blocks))
     inputs, ones = shape.draw_inputs(CPU, torch.float32), torch.ones(3)
     every_other = torch.arange(8) % 4 == 0  # a quarter of the blocks of keys, for every block of queries
     lists = {
@@ -58,11 +61,11 @@ def test_flops_are_those_that_pytorch_counts():
         with FlopCounterMode(display=False) as counter, sdpa_kernel([SDPBackend.MATH]):
             call()
         counted[work] = counter.get_total_flops()
-    assert counted["softmax"] == shape.flops("softmax")
+    assert counted["softmax"] == linear.softmax_flops
     # PyTorch counts products, and not the sums of keys for the normaliser
-    assert counted["linear"] == shape.flops("linear") - 2 * shape.tokens * shape.heads * shape.head_dim
+    assert counted["linear"] == linear.flops - 2 * shape.tokens * shape.heads * shape.head_dim
     # and logits of means of blocks
-    assert counted["sparse"] == pytest.approx(shape.flops("sparse"), rel=0.01)
+    assert counted["sparse"] == pytest.approx(shape.sizes(config).flops, rel=0.01)
 
 
 def test_every_variant_has_a_row(tmp_path):
@@ -75,7 +78,7 @@ def test_every_variant_has_a_row(tmp_path):
     assert all(absent[name] for name in gpu_only)
     assert {row.variant.split()[0] for row in rows if row.baseline} == {"softmax"}
     forward, backward = (row for row in rows if row.variant == "MHLA eager")
-    assert (forward.tokens, forward.blocks, backward.flops) == (72, 4, 3 * forward.flops)
+    assert (forward.tokens, backward.flops) == (72, 3 * forward.flops)
 
 
 @pytest.mark.parametrize(("wrong", "kind"), [("output", "MHLA"), ("query", "sparse")])

@@ -13,7 +13,6 @@ MHLA = "--model tiny-sana --patch tiny-sana-mhla"
     [
         ("op --model wan", "'wan'...wan2.1-1.3b"),
         ("op --model tiny-dit --size 8xa", "'8xa'"),
-        ("op --stage backward", "'backward'"),
         ("op --device gpu", "'gpu'"),
         ("transformer --model wan", "'wan'...wan2.1-1.3b"),
         ("transformer --model tiny-wan --size 480x850", "width=850...848...864"),
