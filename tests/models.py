@@ -14,7 +14,9 @@ from diffusers import DiTTransformer2DModel, SanaTransformer2DModel, WanTransfor
 from torch import nn
 
 from mhla_diffusers import apply_mhla
+from mhla_diffusers.benchmark.cases import Case
 from mhla_diffusers.config import NOTHING_DENSE
+from mhla_diffusers.families import Model
 
 _TEXT_TOKENS = 6
 _I2V_TEXT_TOKENS = 512
@@ -204,3 +206,12 @@ def bytes_alive() -> int:
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter)
     return sum(x.nbytes for x in gc.get_objects() if type(x) in kinds and not x.is_meta and x.layout == torch.strided)
+
+
+def small_case(model: Model) -> Case:
+    """Return a case of about two tokens per MHLA block and axis, for quick runs."""
+    height, width = (2 * count * model.stride * model.patch for count in model.blocks[-2:])
+    frames = None
+    if model.is_video:  # one frame where frames attend by themselves
+        frames = 1 if len(model.blocks) == 2 else model.temporal_stride * (2 * model.blocks[0] - 1) + 1
+    return Case(model, height, width, frames)

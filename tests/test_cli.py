@@ -45,7 +45,7 @@ def test_info_lists_what_there_is():
     shown = mhla("info")
     assert shown.returncode == 0, shown.stderr
     words = shown.stdout.split()
-    words += [word.rstrip(",") for word in words]
+    words += [word.rstrip(",:") for word in words]
     names = (*patch_names(), *models_to_measure())
     for word in ("diffusers", "WanVACETransformer3DModel", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", *names):
         assert word in words, "whole, although this is not a terminal"

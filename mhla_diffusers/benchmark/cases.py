@@ -176,12 +176,3 @@ def choose_cases(
         pixels = [parse_size(text) for text in sizes] if sizes else model.sizes[: 1 if smallest else None]
         cases += [Case(model, *size, count) for size in pixels for count in counts]
     return cases
-
-
-def small_case(model: Model) -> Case:
-    """Return a case of about two tokens per MHLA block and axis, to check correctness on."""
-    height, width = (2 * count * model.stride * model.patch for count in model.blocks[-2:])
-    frames = None
-    if model.is_video:  # one frame where frames attend by themselves
-        frames = 1 if len(model.blocks) == 2 else model.temporal_stride * (2 * model.blocks[0] - 1) + 1
-    return Case(model, height, width, frames)

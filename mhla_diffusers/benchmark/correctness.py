@@ -10,8 +10,6 @@ import torch
 from ..attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_weights, sparse_attention
 from ..attention.sparse import with_lists
 from ..attention.triton.backend import why_not
-from ..patching import find_patched
-from ..patching.call import Seen
 from .cases import Shape
 
 _LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -95,26 +93,8 @@ def too_large(errors: Mapping[str, float], dtype: torch.dtype) -> list[str]:
 
 def check_operator(shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
     """Raise IncorrectAttentionError if the relative error of an output or a gradient is too large here."""
-    _require(operator_errors(shape, device, dtype), dtype, f"An attention on {device}")
-
-
-@torch.no_grad()
-def check_patched(transformer: Any, inputs: dict[str, Any]) -> None:
-    """Run a patched model on few tokens; IncorrectAttentionError if its first or last patched attention is wrong."""
-    (patched,) = find_patched(transformer).values()
-
-    def compare(seen: Seen) -> torch.Tensor:
-        if seen.layer in (patched.chosen[0], patched.chosen[-1]):
-            error = _relative_error(seen.output, seen.reference())
-            _require({"output": error}, seen.output.dtype, f"The attention of patched layers on {seen.output.device}")
-        return seen.output
-
-    with patched.watched(compare):
-        transformer(**inputs)
-
-
-def _require(errors: Mapping[str, float], dtype: torch.dtype, what: str) -> None:
-    if wrong := too_large(errors, dtype):
+    if wrong := too_large(operator_errors(shape, device, dtype), dtype):
         raise IncorrectAttentionError(
-            f"{what} in {dtype} has a relative error that is too large: {', '.join(wrong)}. Nothing was timed."
+            f"An attention on {device} in {dtype} has a relative error that is too large: {', '.join(wrong)}. Nothing "
+            "was timed."
         )

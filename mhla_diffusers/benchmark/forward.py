@@ -14,8 +14,8 @@ from ..attention.layout import block_count
 from ..config import SparseConfig
 from ..families import imported
 from ..patching import apply_mhla
-from .cases import Case, small_case
-from .correctness import check_operator, check_patched
+from .cases import Case
+from .correctness import check_operator
 from .counts import count_forward
 from .measure import Results, Row, Runs, free_bytes, time_interleaved
 from .operator import MHLA, PLAIN, SOFTMAX, SOFTMAX_BACKENDS, SPARSE
@@ -107,7 +107,7 @@ def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> A
 
 @torch.no_grad()
 def benchmark_forward(case: Case, results: Results, *, compile: bool = False) -> None:
-    """Check the patched attention, then time a forward of all variants of :func:`forward_runs` in turns."""
+    """Check attention at this size, then time a forward of all variants of :func:`forward_runs` in turns."""
     device, dtype = results.device, results.dtype
     weights = case.build(torch.device("meta"), dtype).parameters()
     needed, free = sum(x.numel() * x.itemsize for x in weights), free_bytes(device)
@@ -116,8 +116,6 @@ def benchmark_forward(case: Case, results: Results, *, compile: bool = False) ->
         results.add([Row("all", case.name, "forward", status="out of memory", reason=reason)])
         return
     transformer = case.build(device, dtype)
-    small = small_case(case.model).inputs(transformer, dtype)
-    check_patched(with_attention(case, transformer, SPARSE if case.family.mhla is None else MHLA), small)
     with torch.enable_grad():
         check_operator(case.shape, device, dtype)
     runs = forward_runs(case, transformer, case.inputs(transformer, dtype), compile=compile)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mhla_diffusers.benchmark.cases import Case, choose_cases, models, small_case
+from mhla_diffusers.benchmark.cases import Case, choose_cases, models
 from mhla_diffusers.benchmark.counts import ATTENTION, PARTS, count_forward, count_parts
 from mhla_diffusers.cli import app
 from mhla_diffusers.config import MHLAConfig, SparseConfig
 from mhla_diffusers.patching import apply_mhla
 
+from ..models import small_case
 from ..refusals import refused
 
 ROOT = Path(__file__).parents[2]

@@ -23,10 +23,9 @@ from tokenizers.processors import TemplateProcessing
 from torch.nn import functional
 
 import mhla_diffusers as mhla
-from mhla_diffusers.benchmark.cases import small_case
 from mhla_diffusers.families import Family, Inputs, Model, get_family
 
-from ..models import FAMILIES, attn_processors, inputs, seeded
+from ..models import FAMILIES, attn_processors, inputs, seeded, small_case
 from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
 from .forwards import INPUTS, MODELS
 

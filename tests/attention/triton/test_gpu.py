@@ -12,9 +12,10 @@ import torch
 
 from mhla_diffusers import apply_mhla, mhla_layers
 from mhla_diffusers.attention import mhla_attention, sparse_attention
-from mhla_diffusers.benchmark.cases import models, small_case
+from mhla_diffusers.benchmark.cases import models
 from mhla_diffusers.benchmark.measure import free_bytes
 
+from ...models import small_case
 from ..problems import KINDS, Problem, make_problem, random_lists, relative_error
 from ..problems import problem_of as small_problem
 
