@@ -182,17 +182,9 @@ class SparseConfig(PatchConfig):
         """As :meth:`PatchConfig.sizes_on`."""
         rule = self.rule_on(grid)
         queries, keys = (block_count(grid, size) for size in rule.sizes)
-        stretches = -(-keys // blocks_per_state(rule.key_block_size))
-        return AttentionSizes.of_sparse(
-            math.prod(grid),
-            heads,
-            head_dim,
-            queries,
-            keys,
-            stretches * (self.far == "second-order"),
-            self.density,
-            extra,
-        )
+        states = -(-keys // blocks_per_state(rule.key_block_size)) if self.far == "second-order" else 0
+        tokens = math.prod(grid)
+        return AttentionSizes.of_sparse(tokens, heads, head_dim, queries, keys, states, self.density, extra)
 
     def replace(self, **settings: Any) -> Self:
         """Return a copy with some fields changed; another block size resets the key block size."""
@@ -238,13 +230,17 @@ class LinearConfig(PatchConfig):
                 "use normalize=False with output_norm=True, or a positive feature map."
             )
 
+    def grid_from(self, grid: Sequence[int]) -> Shape:
+        """Return the grid that is cut into blocks, of which a call's own grid is all or the beginning."""
+        return tuple(grid)
+
     def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on a token grid."""
         raise NotImplementedError
 
     def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
         """Return the grid that is cut into blocks, and the block counts; ValueError if they do not fit."""
-        return check_layout(grid, self.blocks_on(grid))
+        return check_layout(self.grid_from(grid), self.blocks_on(grid))
 
 
 @settings(kw_only=True)
@@ -309,11 +305,7 @@ class CausalConfig(LinearConfig):
         )
 
     def grid_from(self, grid: Sequence[int]) -> Shape:
-        """Return the grid of the longest sequence, of which a call's own grid is the beginning.
-
-        Raises:
-            ValueError: the call is longer, and ``beyond`` is "error"; or it ends within a frame block.
-        """
+        """Return the grid of the longest sequence; ValueError for a call that is longer or ends within a block."""
         length, trained, needed = self.block_length, self.blocks[0], -(-grid[0] // self.block_length)
         if self.causal == "block" and grid[0] % length:
             unit = "latent frames" if len(grid) == 3 else f"tokens along the first of {len(grid)} axes"
@@ -331,10 +323,6 @@ class CausalConfig(LinearConfig):
     def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on a token grid."""
         return self.grid_from(grid)[0] // self.block_length, *self.blocks[1:]
-
-    def layout_on(self, grid: Sequence[int]) -> tuple[Shape, Shape]:
-        """As :meth:`LinearConfig.layout_on`."""
-        return check_layout(self.grid_from(grid), self.blocks_on(grid))
 
     def sizes_on(self, grid: Sequence[int], heads: int, head_dim: int, extra: int = 0) -> AttentionSizes:
         """As :meth:`PatchConfig.sizes_on`."""
@@ -373,8 +361,7 @@ KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
 def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[PatchConfig]:
     """Return the kind of patch that has settings of these names, of several the first that is ``preferred``.
 
-    Raises:
-        ValueError: unknown names, those of two kinds, or without a preferred one names that all kinds have.
+    ValueError for unknown names, those of two kinds, or without a preferred one names that all kinds have.
     """
     settings = list(settings)
     check_names(settings, list(dict.fromkeys(name for kind in KINDS for name in _names(kind))), "setting of a patch")
@@ -487,12 +474,7 @@ def adapted_patch_names() -> list[str]:
 
 
 def load_patch(name_or_path: str | Path) -> Patch:
-    """Read a profile or a preset by its name, or a patch from a YAML file.
-
-    Raises:
-        ValueError: unknown name, or a file with unknown or missing keys.
-        FileNotFoundError: a path that does not exist.
-    """
+    """Read a profile or a preset by its name, or a patch from a YAML file."""
     name, path = str(name_or_path), Path(name_or_path)
     if name in PROFILES:
         return Patch("", "", f"the profile {name!r} of sparse attention", SparseConfig(**PROFILES[name]))

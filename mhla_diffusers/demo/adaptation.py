@@ -86,17 +86,9 @@ def runs_of(variant: Variant, tiny: TinyPipeline) -> tuple[dict[str, Any], ...]:
     if variant.patch is None or family_named(tiny.family).computes != "softmax":
         steps = TRANSFER_STEPS + END_TO_END_STEPS
         return ({**common, "steps": steps, "learning_rate": 2e-4, "objectives": DIFFUSION, "scheduler": "cosine"},)
-    transfer, distillation = ObjectiveWeights(transfer=1.0), ObjectiveWeights(distillation=1.0)
-    return (
-        {**common, "steps": TRANSFER_STEPS, "learning_rate": 2e-3, "objectives": transfer},
-        {
-            **common,
-            "steps": END_TO_END_STEPS,
-            "learning_rate": 5e-4,
-            "objectives": distillation,
-            "scheduler": "cosine",
-        },
-    )
+    transfer = {"steps": TRANSFER_STEPS, "learning_rate": 2e-3, "objectives": ObjectiveWeights(transfer=1.0)}
+    distillation = {"steps": END_TO_END_STEPS, "learning_rate": 5e-4, "objectives": ObjectiveWeights(distillation=1.0)}
+    return {**common, **transfer}, {**common, **distillation, "scheduler": "cosine"}
 
 
 def load_variant(tiny: TinyPipeline, variant: Variant, device: str = "cpu") -> Any:

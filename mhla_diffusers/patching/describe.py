@@ -55,8 +55,7 @@ class LayerDescription:
         """Smallest and largest MHLA block; None where there are none, and while the grid is unknown."""
         if self.grid is None or not isinstance(self.config, LinearConfig):
             return None
-        grid = self.config.grid_from(self.grid) if isinstance(self.config, CausalConfig) else self.grid
-        sizes = block_sizes(grid, self.config.blocks_on(self.grid))
+        sizes = block_sizes(*self.config.layout_on(self.grid))
         return min(sizes), max(sizes)
 
     @property

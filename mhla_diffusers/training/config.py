@@ -185,10 +185,5 @@ class TrainingConfig(Settings):
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "TrainingConfig":
-        """Read a YAML file, changed by ``key=value`` with dotted keys, for example ``validation.samples=8``.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: as :meth:`read`, or a malformed file or override.
-        """
+        """Read a YAML file, changed by ``key=value`` with dotted keys, for example ``validation.samples=8``."""
         return read_yaml(cls, read_text(Path(path)), path, overrides)

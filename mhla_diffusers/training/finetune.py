@@ -47,15 +47,9 @@ def finetune(config: TrainingConfig, resume: str | None = None) -> TrainingResul
 def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: Any = None) -> None:
     """Write the weights of a checkpoint as the run's result, bit for bit what the run would have written.
 
-    Args:
-        checkpoint: its folder, or that of a run, whose latest one is meant.
-        output: new folder.
-        transformer: that the run began with, patched, which is changed; None for what the configuration names.
-
-    Raises:
-        FileNotFoundError: no checkpoint, or one that lacks files.
-        ValueError: a damaged checkpoint, an output that holds files, or model or patch have changed since.
-        CheckpointError: the output cannot be written.
+    ``checkpoint`` is its folder, or that of a run, whose latest one is meant; ``transformer`` what the run began with,
+    patched, which is changed, None for what the configuration names. ValueError for a damaged checkpoint, an output
+    that holds files, or a model or patch that has changed since; OSError for what is missing or cannot be written.
     """
     folder, output = find_checkpoint(Path(checkpoint)), Path(output)
     taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
@@ -84,12 +78,7 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: A
 
 
 class NamedRun:
-    """The model and latents that a configuration names; they are checked without reading weights.
-
-    Raises:
-        ValueError: no model or data, or a patch for another family.
-        FileNotFoundError: no such model.
-    """
+    """The model and latents that a configuration names; they are checked without reading weights."""
 
     def __init__(self, config: TrainingConfig) -> None:
         if config.model is None or config.data is None:
@@ -126,12 +115,7 @@ class NamedRun:
                 return model if patch is None else apply_mhla(model, patch)
 
     def open_data(self) -> LatentCache:
-        """Open the latents.
-
-        Raises:
-            FileNotFoundError: there are none; the message has the commands that make them.
-            ValueError: they are damaged, or another model's.
-        """
+        """Open the latents; FileNotFoundError with the commands that make them, ValueError for another model's."""
         try:
             cache = LatentCache(self.data)
         except FileNotFoundError as error:
@@ -146,8 +130,10 @@ class NamedRun:
 
     def sampler(self, data: LatentCache) -> PromptSampler:
         """Make what generates at every validation, clips of the most common size among the longest of the data."""
-        validation = self.config.validation
-        device, component = str(_process_state().device), self.config.component
+        from accelerate import PartialState
+
+        validation, component = self.config.validation, self.config.component
+        device = str(PartialState(cpu=launched_on_cpus()).device)  # which the training's accelerator reuses
         # the one in training takes the place of its transformer
         pipe = load_pipeline(self.model, self.family.name, device, self._dtype, [component])
         buckets = Counter(clip.bucket for _, clip in data.clips)
@@ -166,10 +152,3 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         patching.setLevel(before)
-
-
-def _process_state() -> Any:
-    """Return the state of this process in accelerate, which the training's accelerator reuses."""
-    from accelerate import PartialState
-
-    return PartialState(cpu=launched_on_cpus())

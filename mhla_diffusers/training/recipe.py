@@ -84,19 +84,15 @@ def train(
 ) -> TrainingResult:
     """Train a transformer, patched as the configuration says, in place; its ``model`` and ``data`` are not loaded.
 
-    Args:
-        transformer: with its original weights, or those of a loaded patch.
-        data: samples; the last ``config.validation.samples`` are held out.
-        config: settings.
-        resume: "latest", which starts a new run if there is no checkpoint, or a checkpoint's path; None for a new run.
-        sampler: called at every validation with the transformer and a folder to generate into.
+    The transformer has its original weights, or those of a loaded patch; of the data the last
+    ``config.validation.samples`` are held out. ``resume`` is "latest", which starts a new run if there is no
+    checkpoint, or a checkpoint's path; ``sampler`` is called at every validation.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: as :func:`check_start` and :func:`check_fits`.
         TrainingDivergedError: more than ``config.max_skipped`` updates in a row were skipped, or the run ended with
             skipped updates or with non-finite weights or validation loss; no result is written.
-        CheckpointError: the last checkpoint or the result could not be written.
-        OSError: another run has the output folder, or it cannot be written.
+        OSError: another run has the output folder, or it, a last checkpoint or the result cannot be written.
         KeyboardInterrupt: a second Ctrl-C, before the checkpoint for the first was written.
     """
     checkpoint = check_start(config, resume)
@@ -111,11 +107,8 @@ def train(
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     """Check what needs neither the model nor the data, and return the checkpoint to resume from, if any.
 
-    Raises:
-        ValueError: a new run in a folder that holds one, changes that a checkpoint does not take, or a launcher that
-            shards weights.
-        FileNotFoundError: no checkpoint to resume from.
-        ImportError: the library of the tracker, of the optimizer or of ``base_dtype`` is missing.
+    ValueError for a folder that holds another run, changes that a checkpoint does not take, or a launcher that shards
+    weights; FileNotFoundError for no such checkpoint; ImportError where a library that the settings name is missing.
     """
     from accelerate.utils import parse_flag_from_env
 

@@ -60,9 +60,7 @@ class RunFolder:
     def find(self, resume: str | None) -> Path | None:
         """Return the checkpoint to resume from: of a path, or the latest; None for a run from its beginning.
 
-        Raises:
-            ValueError: a run in a folder that holds one, or a damaged checkpoint state.
-            FileNotFoundError: no such checkpoint, or one that lacks files.
+        ValueError for a new run in a folder that holds one, or as :func:`read_state`.
         """
         checkpoints = self.checkpoints()
         if resume == "latest":
@@ -128,9 +126,7 @@ def find_checkpoint(path: Path) -> Path:
 def read_state(folder: Path, with_files: bool = False) -> dict[str, Any]:
     """Read ``state.json``, and compare the other files with their hashes if asked to.
 
-    Raises:
-        ValueError: the checkpoint is damaged, or of an earlier version.
-        FileNotFoundError: a file is missing.
+    ValueError for a checkpoint that is damaged or of an earlier version, FileNotFoundError for one that lacks a file.
     """
     try:
         state = read_checked_json(folder / _STATE)

@@ -279,12 +279,7 @@ def begin_with(folder: Path, model: Any) -> Any:
 
 
 def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> None:
-    """Write a patch for :func:`mhla_diffusers.load_mhla`, or for a run without one a transformer for from_pretrained.
-
-    Raises:
-        ValueError: a patch in diffusers' own form.
-        OSError: it cannot be written.
-    """
+    """Write a patch for :func:`mhla_diffusers.load_mhla`; of a run without one a transformer for from_pretrained."""
     if config.patch is None:
         transformer.save_pretrained(folder)
         return

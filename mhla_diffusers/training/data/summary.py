@@ -17,8 +17,8 @@ from .sources import read_sources
 
 _MOST_REASONS = 20
 """Files that are named of those left out."""
-_FRAMES, _SIDE, _GAP = 5, 192, 4
-"""Frames of a picture, the longest side of each in pixels, and pixels between them."""
+_FRAMES, _SIDE = 5, 192
+"""Frames of a picture, and its height in pixels at most."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,6 @@ def _media_and_clips(
 def _row(clip: torch.Tensor) -> Image.Image:
     """Arrange evenly spaced frames of a clip, uint8 (3, F, H, W), in a row."""
     shown = torch.linspace(0, clip.shape[1] - 1, min(_FRAMES, clip.shape[1])).round().int().tolist()
-    pictures = [Image.fromarray(clip[:, number].permute(1, 2, 0).numpy()) for number in shown]
-    for picture in pictures:
-        picture.thumbnail((_SIDE, _SIDE))
-    width = pictures[0].width + _GAP
-    row = Image.new("RGB", (len(pictures) * width - _GAP, pictures[0].height), "white")
-    for column, picture in enumerate(pictures):
-        row.paste(picture, (column * width, 0))
+    row = Image.fromarray(clip[:, shown].permute(2, 1, 3, 0).flatten(1, 2).numpy())
+    row.thumbnail((_FRAMES * _SIDE, _SIDE))
     return row
