@@ -27,6 +27,7 @@ class LayerDescription:
     name: str
     processor: str
     config: PatchConfig | None
+    """None for a layer that was kept."""
     runs_mhla: bool
     """False also for a patched layer whose patch is switched off, or whose processor something else has set."""
     grid: tuple[int, ...] | None
@@ -37,11 +38,6 @@ class LayerDescription:
     density: float | None
     """Part of all pairs of uniform blocks that is listed; of causal MHLA part of the pairs of tokens in own blocks,
     among those that the attention before the patch sees; None where nothing is attended to with softmax."""
-
-    @property
-    def replaced(self) -> bool:
-        """Whether it is patched."""
-        return self.config is not None
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
@@ -303,14 +299,10 @@ def grids_of_size(
         raise ValueError(f"height={height} and width={width} belong together; give both, in pixels.")
     grids = {}
     for name, transformer in transformers.items():
-        family, kind = get_family(transformer), type(transformer).__name__
-        if num_frames is not None and not family.makes_videos:
-            raise ValueError(f"num_frames={num_frames} was given, but {kind} makes images.")
+        family = get_family(transformer)
         if family.squares_only and height != width:
-            raise ValueError(f"{kind} takes squares only; got height={height}, width={width}.")
+            raise ValueError(f"{type(transformer).__name__} takes squares only; got height={height}, width={width}.")
         frames = num_frames if num_frames is not None else family.default_clip.frames
         clip = Clip(frames, family.default_clip.fps, ((height, width),))
-        grids[name] = family.calling.grid(pipe, transformer, clip)
-        if not all(grids[name]):
-            raise ValueError(f"height={height}, width={width} is too small: its token grid is {grids[name]}.")
+        grids[name] = check_grid(family.calling.grid(pipe, transformer, clip), f"grid of {height}x{width} pixels")
     return grids

@@ -127,11 +127,8 @@ def mhla_disabled(model: Any) -> Iterator[None]:
             "diffusers' own set_attn_processor does not keep the original processors; patch with apply_mhla(pipe, ...)."
         )
     state = held()
-    state.off = (*state.off, *handles)
+    before, state.off = state.off, (*state.off, *handles)
     try:
         yield
-    finally:  # takes out its own alone, as contexts of generators may end in any order
-        off = list(state.off)
-        for patched in handles:
-            off.remove(patched)
-        state.off = tuple(off)
+    finally:
+        state.off = before

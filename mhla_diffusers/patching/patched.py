@@ -244,8 +244,8 @@ class Patched:
         self.log.summary(tally)
         if not tally.errors:
             return
-        words, median = self._errors_in_words(tally)
-        logger.info("corrected from %d dense step%s; %s", dense_steps, "s"[: dense_steps != 1], words)
+        logger.info("corrected from %d dense step%s; %s", dense_steps, "s"[: dense_steps != 1], self.error_words(tally))
+        median = float(torch.stack(list(tally.errors.values()))[:, 1].float().median())
         if median > FAR_OFF:
             logger.warning(
                 "The attentions of %s have a median error of %.0f %% at dense steps. Raise density above %s, or let "
@@ -286,18 +286,16 @@ class Patched:
         """Return the name of a self-attention."""
         return next(name for name, one in self.attentions.items() if one is attn)
 
-    def error_words(self) -> str:
-        """Say how far attentions were from full attention at the latest dense step; empty before one."""
-        return self._errors_in_words(self.tally)[0] if self.tally.errors else ""
-
-    def _errors_in_words(self, tally: Tally) -> tuple[str, float]:
-        before, after = torch.stack(list(tally.errors.values())).float().cpu().unbind(dim=1)
-        worst = self.name_at(list(tally.errors)[int(after.argmax())])
-        words = (
+    def error_words(self, tally: Tally | None = None) -> str:
+        """Say how far a call's attentions were from full attention at its latest dense step; empty before one."""
+        errors = (self.tally if tally is None else tally).errors
+        if not errors:
+            return ""
+        before, after = torch.stack(list(errors.values())).float().cpu().unbind(dim=1)
+        return (
             f"error of an attention at the latest dense step {after.median():.0%} (median), {after.max():.0%} "
-            f"({worst}); {before.median():.0%} before correction"
+            f"({self.name_at(list(errors)[int(after.argmax())])}); {before.median():.0%} before correction"
         )
-        return words, float(after.median())
 
     # Which processors run MHLA, and which LoRA
 

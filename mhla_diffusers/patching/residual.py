@@ -128,7 +128,7 @@ class BranchState:
 
     def __init__(self) -> None:
         self.residuals: dict[Place, Residual] = {}
-        self.conditions: Callable[[], torch.Tensor | None] = _nothing
+        self.conditions: Callable[[], torch.Tensor | None] = lambda: None
         """Returns what the model was given beside the latents, such as the caption; None if it is gone."""
 
     def record(self, place: Place, dense: torch.Tensor, sparse: torch.Tensor, step: int) -> Residual:
@@ -144,7 +144,3 @@ class BranchState:
         if step.index == step.count - 1:
             del self.residuals[place]
         return residual.add_to(output, step.index)
-
-
-def _nothing() -> None:
-    return None

@@ -12,7 +12,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.config import NOTHING_DENSE
 
 from ..models import FAMILIES, inputs, output, patched, wan
-from ..pipelines import PIPELINES, dit_pipeline, sana_pipeline, wan22_pipeline, wan_pipeline
+from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
 from ..refusals import refused
 from .shared import ONE_PER_CLASS, unet
 
@@ -24,8 +24,8 @@ def test_describe_tells_what_was_done_to_every_layer(name):
     blocks, count = case.blocks, math.prod(case.blocks)
     *kept, last = mhla.describe(model)
     assert len(kept) == case.self_attentions - 1
-    assert not any(layer.replaced or layer.blocks or layer.extra_parameters for layer in kept)
-    assert (last.replaced, last.grid, last.blocks, last.tokens_per_block) == (True, None, blocks, None)
+    assert not any(layer.config or layer.blocks or layer.extra_parameters for layer in kept)
+    assert (last.config.blocks, last.grid, last.blocks, last.tokens_per_block) == (blocks, None, blocks, None)
     assert last.name == list(mhla.mhla_layers(model))[0].removesuffix(".mhla")
     assert last.extra_parameters == count**2
 
@@ -131,7 +131,7 @@ def test_describe_tells_what_really_runs():
     assert [layer.runs_mhla for layer in mhla.describe(model)] == [False, True, True, False]
     with mhla.mhla_disabled(model):
         found = mhla.describe(model)
-        assert [(layer.replaced, layer.runs_mhla, layer.processor) for layer in found[:2]] == [
+        assert [(layer.config is not None, layer.runs_mhla, layer.processor) for layer in found[:2]] == [
             (False, False, "WanAttnProcessor"),
             (True, False, "MHLAProcessor"),
         ]
@@ -162,7 +162,7 @@ def test_costs_count_what_is_computed(settings, listed):
     described = mhla.describe(patched("wan", **settings), grid=(4, 4, 6))
     expected = [listed, 4 * 2 * 96**2, 4 * 4 * 96**2 * 2 * 12]
     assert totals(described, "listed_pairs", "pairs", "softmax_flops") == expected
-    sizes = next(layer.sizes for layer in described if layer.replaced)
+    sizes = next(layer.sizes for layer in described if layer.config)
     # each head: KV states and reading of 96 tokens, D (D + 1), and 12 x 12 pairs of blocks
     assert sizes.flops == 2 * (4 * 96 + 2 * 12**2) * 12 * 13
 
@@ -186,7 +186,7 @@ REFUSED = {
     "half a size": (wan_pipe, {"height": 32}, "height=32 and width=None"),
     "frames alone": (wan_pipe, {"num_frames": 9}, "height=None and width=None"),
     "a grid as well": (wan_pipe, SMALL | {"grid": (3, 2, 3)}, "grid=(3, 2, 3)"),
-    "no token": (wan_pipe, {"height": 4, "width": 48, "num_frames": 9}, "height=4, width=48...(3, 0, 3)"),
+    "no token": (wan_pipe, {"height": 4, "width": 48, "num_frames": 9}, "4x48...(3, 0, 3)"),
     "blocks": (wan_pipe, {"height": 32, "width": 16, "num_frames": 9}, "width...1...2"),
     **{
         name: (dit_pipeline, size, words)
@@ -198,7 +198,6 @@ REFUSED = {
         )
     },
     "size of a transformer": (wan, SMALL, "the pipeline...grid="),
-    "frames of a picture": (sana_pipeline, SMALL | {"num_frames": 9}, "num_frames=9"),
     "no square": (dit_pipeline, SMALL, "height=32, width=48"),
 }
 
