@@ -873,6 +873,11 @@ def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
     return found * (arguments["indicator"] != 0)[..., None] if "indicator" in arguments else found
 
 
+def giving(**others: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What changes a forward's arguments."""
+    return lambda given: {**given, **others}
+
+
 def all_listed(name: str) -> dict[str, Any]:
     """Settings with which a patch computes the attention that it replaces: all pairs listed; one block where linear."""
     case = case_of(name)

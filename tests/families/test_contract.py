@@ -15,7 +15,20 @@ import torch
 import mhla_diffusers as mhla
 
 from ..models import assert_changed, attn_processors, relative_change
-from .cases import ALL_LISTED, CASES, ROUNDING, SPARSE, all_listed, case_of, footprint, handle, output, plain, tally
+from .cases import (
+    ALL_LISTED,
+    CASES,
+    ROUNDING,
+    SPARSE,
+    all_listed,
+    case_of,
+    footprint,
+    giving,
+    handle,
+    output,
+    plain,
+    tally,
+)
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -167,7 +180,7 @@ def test_masked_text_takes_no_part(name: str) -> None:
 
 
 def _mochi_mask(*mask: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda given: {**given, "encoder_attention_mask": torch.tensor([mask, [1] * 6]).bool()}
+    return giving(encoder_attention_mask=torch.tensor([mask, [1] * 6]).bool())
 
 
 def _pictures(key: str, axis: int, channels: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -175,52 +188,35 @@ def _pictures(key: str, axis: int, channels: int) -> Callable[[dict[str, Any]], 
     return lambda given: {**given, key: torch.cat([given[key]] * 3, axis).narrow(axis, 0, channels)}
 
 
-def _shown(given: dict[str, Any]) -> dict[str, Any]:
-    return {**given, "image_embeds": torch.ones_like(given["image_embeds"])}
-
-
-def _none(key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda given: {**given, key: None}
-
-
-def _same(given: dict[str, Any]) -> dict[str, Any]:
-    return given
+def _one_frame(given: dict[str, Any]) -> dict[str, Any]:
+    return {**given, "hidden_states": given["hidden_states"][:, :, :1]}
 
 
 _EIGHT = {"attention_head_dim": 8, "num_attention_heads": 3}
+_BESIDE = {"in_channels": 9, "image_condition_type": "latent_concat"}
+_SKIPPING = {"spatio_temporal_guidance_blocks": [1], "perturbation_mask": torch.tensor([0.0, 1.0])}
+_NO_TABLES, _SAME = giving(image_rotary_emb=None), giving()
 VARIANTS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "allegro without tables of RoPE": ("allegro", {}, _none("image_rotary_emb")),
-    "allegro with heads of 8 channels": ("allegro", _EIGHT, _none("image_rotary_emb")),
-    "cogvideox 2b, without RoPE": (
-        "cogvideox",
-        {"use_rotary_positional_embeddings": False},
-        _none("image_rotary_emb"),
-    ),
+    "allegro without tables of RoPE": ("allegro", {}, _NO_TABLES),
+    "allegro with heads of 8 channels": ("allegro", _EIGHT, _NO_TABLES),
+    "cogvideox 2b, without RoPE": ("cogvideox", {"use_rotary_positional_embeddings": False}, _NO_TABLES),
     "cogvideox, picture": ("cogvideox", {"in_channels": 8}, _pictures("hidden_states", 2, 8)),
-    "hunyuan-dit without tables": ("hunyuan_dit", {}, _none("image_rotary_emb")),
-    "hunyuan-dit 1.2": ("hunyuan_dit", {"use_style_cond_and_image_meta_size": False}, _same),
-    "hunyuan-video, beside": (
-        "hunyuan_video",
-        {"in_channels": 9, "image_condition_type": "latent_concat"},
-        _pictures("hidden_states", 1, 9),
+    "hunyuan-dit without tables": ("hunyuan_dit", {}, _NO_TABLES),
+    "hunyuan-dit 1.2": ("hunyuan_dit", {"use_style_cond_and_image_meta_size": False}, _SAME),
+    "hunyuan-video, beside": ("hunyuan_video", _BESIDE, _pictures("hidden_states", 1, 9)),
+    "hunyuan-video, in place": ("hunyuan_video", {"image_condition_type": "token_replace"}, _SAME),
+    "hunyuan-video 1.5, picture": (
+        "hunyuan_video15",
+        {"task_type": "i2v"},
+        giving(image_embeds=torch.ones(2, 3, 8)),
     ),
-    "hunyuan-video, in place": ("hunyuan_video", {"image_condition_type": "token_replace"}, _same),
-    "hunyuan-video 1.5, picture": ("hunyuan_video15", {"task_type": "i2v"}, _shown),
-    "latte, one frame": ("latte", {}, lambda given: {**given, "hidden_states": given["hidden_states"][:, :, :1]}),
-    "latte, no temporal": ("latte", {}, lambda given: {**given, "enable_temporal_attentions": False}),
-    "ltx2, skipping": (
-        "ltx2",
-        {},
-        lambda given: {
-            **given,
-            "spatio_temporal_guidance_blocks": [1],
-            "perturbation_mask": torch.tensor([0.0, 1.0]),
-        },
-    ),
+    "latte, one frame": ("latte", {}, _one_frame),
+    "latte, no temporal": ("latte", {}, giving(enable_temporal_attentions=False)),
+    "ltx2, skipping": ("ltx2", {}, giving(**_SKIPPING)),
     "mochi, padded on the left": ("mochi", {}, _mochi_mask(0, 0, 1, 1, 1, 1)),
     "mochi, with gaps": ("mochi", {}, _mochi_mask(1, 0, 0, 1, 0, 1)),
     "mochi, without text": ("mochi", {}, _mochi_mask(0, 0, 0, 0, 0, 0)),
-    "sd3, normed": ("sd3", {"qk_norm": "rms_norm"}, _same),
+    "sd3, normed": ("sd3", {"qk_norm": "rms_norm"}, _SAME),
 }
 
 

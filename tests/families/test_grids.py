@@ -18,7 +18,7 @@ from mhla_diffusers.families.refused import REFUSED
 from ..models import assert_changed, relative_change, wan
 from ..pipelines import sana_pipeline, wan_pipeline
 from ..refusals import refused
-from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, drawer, handle, kl_autoencoder, output, tally
+from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, drawer, giving, handle, kl_autoencoder, output, tally
 
 Given = dict[str, Any]
 
@@ -90,8 +90,8 @@ READ: dict[str, tuple[str, Callable[[Given], Given], tuple[int, ...], tuple[int,
     "minimax, first": ("minimax_h3", lambda given: with_pictures(given, ("first",), 0), (4, 4, 6), (30, 0)),
     "minimax, last": ("minimax_h3", lambda given: with_pictures(given, ("last",)), (4, 4, 6), (36, 0)),
     "minimax, both": ("minimax_h3", lambda given: with_pictures(given, ("first", "last")), (4, 4, 6), (60, 0)),
-    "wide flux": ("flux", lambda given: {**given, "img_ids": places(4, 16)}, (4, 16), (6, 0)),
-    "cogview4, scale": ("cogview4", lambda given: {**given, "attention_kwargs": {"scale": 1.0}}, (8, 8), (6, 0)),
+    "wide flux": ("flux", giving(img_ids=places(4, 16)), (4, 16), (6, 0)),
+    "cogview4, scale": ("cogview4", giving(attention_kwargs={"scale": 1.0}), (8, 8), (6, 0)),
 }
 
 
@@ -134,7 +134,7 @@ def test_ids_that_change_in_place_are_read_again() -> None:
 
 
 COMPILED: dict[str, tuple[str, Callable[[Given], Given], Callable[[Given], Given]]] = {
-    "flux": ("flux", lambda given: given, lambda given: {**given, "img_ids": places(4, 16)}),
+    "flux": ("flux", giving(), giving(img_ids=places(4, 16))),
     "ltx": (
         "ltx",
         lambda given: located(given, coordinates([12.0], GRID)),
@@ -177,14 +177,10 @@ def _other_text(given: Given) -> Given:
     return {**given, "segment_ids": segments}
 
 
-def _with(**others: Any) -> Callable[[Given], Given]:
-    return lambda given: {**given, **others}
-
-
 def _seen_with(picture: torch.Tensor, channels: int) -> Callable[[Given], Given]:
     """Ids of a picture and of another one beside it."""
     ids = torch.cat([places(4, 2), picture])
-    return _with(img_ids=ids, hidden_states=drawer(2, 0)(len(ids), channels))
+    return giving(img_ids=ids, hidden_states=drawer(2, 0)(len(ids), channels))
 
 
 MASK = torch.ones(2, 6)
@@ -192,19 +188,19 @@ PICTURES: tuple[list[tuple[int, ...]], ...] = ([(1, 8, 8), (1, 7, 5)], [(2, 8, 8
 REFUSALS: dict[str, tuple[str, Callable[[Given], Given], tuple[Any, ...]]] = {
     "flux, kontext": ("flux", _seen_with(places(8, 8, first=1), 16), ("Flux Kontext", "remove_mhla(pipe)")),
     "flux, small kontext": ("flux", _seen_with(places(1, 1, first=1), 16), ("Flux Kontext", "remove_mhla(pipe)")),
-    "flux2, cached": ("flux2", _with(kv_cache_mode="extract"), ("kv_cache_mode",)),
-    "flux3": ("flux3", _with(image_cond_hidden_states=drawer(2, 3)(4, 16)), ("image_cond", "remove_mhla(pipe)")),
-    "kandinsky5": ("kandinsky5", _with(sparse_params={"to_fractal": True}), ("sparse_params", "remove_mhla(pipe)")),
+    "flux2, cached": ("flux2", giving(kv_cache_mode="extract"), ("kv_cache_mode",)),
+    "flux3": ("flux3", giving(image_cond_hidden_states=drawer(2, 3)(4, 16)), ("image_cond", "remove_mhla(pipe)")),
+    "kandinsky5": ("kandinsky5", giving(sparse_params={"to_fractal": True}), ("sparse_params", "remove_mhla(pipe)")),
     "longcat": ("longcat_image", _seen_with(places(8, 8, first=2), 64), ("72", "remove_mhla(pipe)")),
-    "cogview4": ("cogview4", _with(attention_kwargs={"batch_flag": MASK}), ("batch_flag",)),
+    "cogview4": ("cogview4", giving(attention_kwargs={"batch_flag": MASK}), ("batch_flag",)),
     "qwen, edit": (
         "qwenimage",
-        _with(img_shapes=[PICTURES[0]] * 2, hidden_states=drawer(2, 0)(99, 16)),
+        giving(img_shapes=[PICTURES[0]] * 2, hidden_states=drawer(2, 0)(99, 16)),
         ("Qwen-Image-Edit", "remove_mhla(pipe)"),
     ),
     "qwen, layered": (
         "qwenimage",
-        _with(img_shapes=[PICTURES[1]] * 2, hidden_states=drawer(2, 0)(128, 16)),
+        giving(img_shapes=[PICTURES[1]] * 2, hidden_states=drawer(2, 0)(128, 16)),
         ("Qwen-Image-Layered", "remove_mhla(pipe)"),
     ),
     "z-image, sizes": ("z_image", lambda given: {**given, "x": [given["x"][0], drawer(4, 0)(1, 14, 10)]},
@@ -213,7 +209,7 @@ REFUSALS: dict[str, tuple[str, Callable[[Given], Given], tuple[Any, ...]]] = {
     "ideogram, packed": ("ideogram4", _other_text, ("Several", "remove_mhla(transformer)")),
     "minimax, two videos": ("minimax_h3", _two_videos, ("one token grid",)),
     "minimax, another order": ("minimax_h3", _another_order, ("one token grid",)),
-    "ltx, no size": ("ltx", _with(height=None), ("num_frames, height and width",)),
+    "ltx, no size": ("ltx", giving(height=None), ("num_frames, height and width",)),
     "ltx, no beginning": ("ltx", lambda given: located(given, coordinates([1.0, 9.0])), ("video_coords", 48)),
     "ltx, a token too few": ("ltx", lambda given: located(given, coordinates(GRID)[:, :, :-1]), ("video_coords", 95)),
     "ltx, columns first": ("ltx", lambda given: located(given, coordinates(GRID)[:, [0, 2, 1]]), ("video_coords", 96)),
