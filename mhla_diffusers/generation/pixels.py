@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,34 @@ class UnreadableMediaError(ValueError):
     """A picture or video that is damaged, too short, or something else; the message can follow "file is"."""
 
 
-def read_picture(source: Path | BytesIO, *, upright: bool = True) -> Image.Image:
-    """Read a picture as RGB of 8 bits; UnreadableMediaError if that fails.
+def read_picture(source: Path) -> Image.Image:
+    """Read a picture as RGB of 8 bits, turned as its EXIF data says; UnreadableMediaError if that fails.
 
-    ``upright`` turns it as its EXIF data says and lays what is transparent on white.
+    What is transparent is laid on white.
     """
     try:
         with Image.open(source) as image:
-            return upright_rgb(image) if upright else image.convert("RGB")
+            turned = ImageOps.exif_transpose(image)
+        if turned.mode.startswith("I"):  # 16-bit grey, which PIL's own conversion cuts off at 255
+            scaled = numpy.asarray(turned).astype(numpy.float64) * 255 / 65535
+            turned = Image.fromarray(scaled.round().clip(0, 255).astype(numpy.uint8))
+        if turned.has_transparency_data:
+            opaque = turned.convert("RGBA")
+            turned = Image.alpha_composite(Image.new("RGBA", opaque.size, "white"), opaque)
+        return turned.convert("RGB")
     except (OSError, Image.DecompressionBombError, ValueError, SyntaxError) as error:
         raise UnreadableMediaError(f"not a readable image: {error}") from error
 
 
 @contextmanager
-def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
+def opened_video(source: Path) -> Iterator[tuple[Any, Any]]:
     """Context with the container and the stream of a video of PyAV; UnreadableMediaError for what fails in it."""
     try:
         import av
     except ImportError as error:
         raise ImportError(f"Reading videos needs PyAV; {installing('video')}.") from error
     try:
-        with av.open(str(source) if isinstance(source, Path) else source, "r") as container:
+        with av.open(str(source), "r") as container:
             if not container.streams.video:
                 kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "no stream"
                 raise UnreadableMediaError(f"it holds no video, but {kinds}")
@@ -46,18 +52,6 @@ def opened_video(source: Path | BytesIO) -> Iterator[tuple[Any, Any]]:
         raise
     except (av.FFmpegError, OSError, IndexError, ValueError, TypeError) as error:
         raise UnreadableMediaError(f"not a readable video: {error}") from error
-
-
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """Return a picture as RGB of 8 bits, turned as its EXIF data says; what is transparent is laid on white."""
-    turned = ImageOps.exif_transpose(image)
-    if turned.mode.startswith("I"):  # 16-bit grey, which PIL's own conversion cuts off at 255
-        scaled = numpy.asarray(turned).astype(numpy.float64) * 255 / 65535
-        turned = Image.fromarray(scaled.round().clip(0, 255).astype(numpy.uint8))
-    if turned.has_transparency_data:
-        opaque = turned.convert("RGBA")
-        turned = Image.alpha_composite(Image.new("RGBA", opaque.size, "white"), opaque)
-    return turned.convert("RGB")
 
 
 def shown_shape(frame: Any, stream: Any) -> tuple[int, int]:
