@@ -29,7 +29,6 @@ table { border-collapse: collapse; width: 100%; }
 th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid light-dark(#ddd, #444); text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 img, video { max-width: 100%; }
-td img, td video { min-width: 96px; }
 """
 _SECONDS = 30.0
 """Seconds between two lines of progress without a terminal."""
@@ -165,11 +164,10 @@ def html_page(title: str, body: str) -> str:
     )
 
 
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], is_html: bool = False) -> str:
-    """Make a table of texts, or of cells that are HTML."""
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Make a table of texts."""
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    lines = ("".join(f"<td>{cell if is_html else escape(cell)}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

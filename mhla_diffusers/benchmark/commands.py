@@ -43,8 +43,7 @@ def bench_operator(
     from .operator import benchmark_operator
 
     place, precision, on_cpu = place_of(device, dtype)
-    names = model or ["dit-xl-2" if on_cpu else "wan2.1-1.3b"]
-    cases = choose_cases(names, size, frames, smallest=on_cpu)
+    cases = choose_cases(model or ["dit-xl-2" if on_cpu else "wan2.1-1.3b"], size, frames, smallest=on_cpu)
     results = Results("op", place, precision, output, seconds)
     for case in cases:
         benchmark_operator(case.shape, results)
@@ -68,8 +67,7 @@ def bench_transformer(
     from .measure import Results
 
     place, precision, on_cpu = place_of(device, dtype)
-    names = model or ["dit-s-2" if on_cpu else "wan2.1-1.3b"]
-    cases = choose_cases(names, size, frames, smallest=on_cpu)
+    cases = choose_cases(model or ["dit-s-2" if on_cpu else "wan2.1-1.3b"], size, frames, smallest=on_cpu)
     results = Results("transformer", place, precision, output, seconds)
     for case in cases:
         benchmark_forward(case, results, compile=not on_cpu if compile is None else compile)
@@ -96,12 +94,11 @@ def bench_pipeline(
     from .pipeline import benchmark_pipeline, choose_pipeline
 
     place, precision, _ = place_of(device, dtype)
-    dtype_of_choice = str(precision).removeprefix("torch.")
-    choice = choose_pipeline(model, device=str(place), dtype=dtype_of_choice, settings=options["settings"])
+    kind = str(precision).removeprefix("torch.")
+    choice = choose_pipeline(model, device=str(place), dtype=kind, settings=options["settings"])
     results = Results("pipeline", place, precision, output)
     prompts = () if prompt_file is None else read_prompts(prompt_file)
-    changes = options["patch_settings"]
-    benchmark_pipeline(choice, patch or (), results, prompts=prompts, changes=changes, repetitions=repetitions)
+    benchmark_pipeline(choice, patch or (), results, prompts, options["patch_settings"], repetitions)
     results.finish()
 
 

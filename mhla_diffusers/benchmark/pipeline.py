@@ -63,7 +63,6 @@ def benchmark_pipeline(
     choice: PipelineChoice,
     patches: Sequence[str],
     results: Results,
-    *,
     prompts: Sequence[str],
     changes: Mapping[str, Any],
     repetitions: int,

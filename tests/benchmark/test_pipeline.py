@@ -59,20 +59,8 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
 
 
 def test_a_profile_and_another_density(tmp_path):
-    options = (
-        "--model",
-        "tiny-wan",
-        "--steps",
-        1,
-        "--frames",
-        2,
-        "--repetitions",
-        1,
-        "--patch",
-        "fast",
-        "--dense-first",
-        0,
-    )
+    options = ("--model", "tiny-wan", "--steps", 1, "--frames", 2)
+    options += ("--repetitions", 1, "--patch", "fast", "--dense-first", 0)
     usual, listed = (measure(tmp_path / name, "pipeline", *options, "--density", name) for name in ("0.025", "1"))
     assert {row.case for row in listed} == {"tiny-wan, num_inference_steps=1, num_frames=2, dense_first=0, density=1.0"}
     found = [next(row.psnr for row in rows if row.variant == "fast" and row.psnr) for rows in (usual, listed)]
