@@ -294,7 +294,7 @@ def _plan_change(
         raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
     old = patched.config
     config = old.replace(**settings)
-    pipe = patched.pipeline.owner if isinstance(model, nn.Module) else model
+    pipe = patched.pipeline.owner() if isinstance(model, nn.Module) else model
     new = Patched(patched.transformer, config, patched.family, pipe, backend or patched.backend)
     chosen = _chosen_attentions(patched, config)
     new.chosen = tuple(chosen)

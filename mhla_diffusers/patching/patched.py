@@ -47,7 +47,6 @@ class Patched:
         self.pipeline = Pipeline(pipe)
         self.attentions: dict[str, Any] = family.self_attentions(transformer)
         """Name and module of every self-attention, patched or not, in the order of the layer indices."""
-        self.names = tuple(self.attentions)
         self.chosen: tuple[str, ...] = ()
         self.log = Log(logger)
         self.tally = Tally(self.log)
@@ -280,7 +279,7 @@ class Patched:
 
     def name_at(self, place: tuple[int, int]) -> str:
         """Return the name of the self-attention of a place, (layer, which of its calls of attention)."""
-        return self.names[place[0]] if self.names else f"attention {place[1]}"
+        return list(self.attentions)[place[0]] if self.attentions else f"attention {place[1]}"
 
     def name_of(self, attn: Any) -> str:
         """Return the name of a self-attention."""

@@ -37,12 +37,10 @@ class MHLAProcessor:
     read the grid of every input; DiT, which has no ``set_attn_processor`` of its own, needs one of these.
 
     Args:
-        config: settings, or their fields as keywords. Without any it is a placeholder, as diffusers makes them when it
-            (un)loads adapters; the next forward restores the real one.
+        config: settings; keywords replace their fields. Without any it is a placeholder, as diffusers makes them when
+            it (un)loads adapters; the next forward restores the real one.
         *call: rejected; catches the class being set instead of an instance.
         grid: token grid of every input, not validated: portrait for landscape gives wrong blocks.
-        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
-        **settings: fields of a :class:`PatchConfig`.
     """
 
     # read and written by diffusers' set_attention_backend; used for the attention that is passed on
@@ -66,16 +64,13 @@ class MHLAProcessor:
                 f"{type(config).__name__}. Pass set_attn_processor an instance, such as MHLAProcessor(blocks=(7, 3, "
                 "5)), not the class."
             )
-        if config is not None and settings:
-            raise ValueError(
-                f"Give either config or single settings, not both (got config and {', '.join(settings)}); "
-                "config.replace(...) changes a configuration."
-            )
         check_choice("backend", backend, BACKENDS)
         is_blank = config is None and not settings and grid is None and backend == "auto"
-        if "density" in settings:  # in every step and layer unless they say otherwise
-            settings = NOTHING_DENSE | settings
-        self._config = config if config is not None or is_blank else PatchConfig.read(settings)
+        if config is None and not is_blank:  # sparse attention in every step and layer, unless settings say otherwise
+            config = PatchConfig.read((NOTHING_DENSE if "density" in settings else {}) | settings)
+        elif config is not None and settings:
+            config = config.replace(**settings)
+        self._config = config
         self.grid = None if grid is None else check_grid(grid, "grid")
         self.backend = backend
         # diffusers' hooks look a processor's class up to learn how it is skipped

@@ -49,7 +49,6 @@ PATCH_FILE = "mhla.safetensors"
 RECORD = "mhla"
 FORMAT_VERSION = 5
 _PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @settings()
@@ -358,8 +357,7 @@ def read_record(folder: Path) -> PatchRecord:
     """Read what a saved patch says of itself; FileNotFoundError without one, ValueError for what is not a patch."""
     path = folder / PATCH_FILE
     if not path.is_file():
-        pickles = sorted(file.name for file in folder.glob("*") if file.suffix in _PICKLE_SUFFIXES)
-        why = f" It holds {', '.join(pickles)}, but pickle files are never loaded." if pickles else ""
+        why = ""
         if (folder / "state.json").is_file() or (folder / "checkpoints").is_dir():
             command = shlex.join(["mhla", "export", str(folder)])
             why = f" It is of a training run; make a patch of its weights: {command} --output FOLDER"

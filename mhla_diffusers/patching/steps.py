@@ -28,9 +28,10 @@ class Pipeline:
 
     def __init__(self, owner: Any) -> None:
         owner = None if isinstance(owner, nn.Module) or not hasattr(owner, "scheduler") else owner
-        self._owner: Callable[[], Any] = lambda: owner
+        self.owner: Callable[[], Any] = lambda: owner
+        """Returns the object; None if it is unknown or gone."""
         with suppress(TypeError):  # None, or a SimpleNamespace
-            self._owner = weakref.ref(owner)
+            self.owner = weakref.ref(owner)
         self._runs: weakref.WeakKeyDictionary[Any, Run] = weakref.WeakKeyDictionary()
         """Scheduler → run, for loops outside of a pipeline's methods."""
 
@@ -38,15 +39,10 @@ class Pipeline:
         """Leave the pipeline out: some other one will call a copied or pickled transformer."""
         return Pipeline, (None,)
 
-    @property
-    def owner(self) -> Any:
-        """The object; None if it is unknown or gone."""
-        return self._owner()
-
     def sampling(self, transformer: nn.Module, timestep: Any) -> tuple[Run, Step, Any] | None:
         """Return the call of a pipeline that a forward belongs to, its step and timesteps; None if no step is known."""
         frame, owner = _running_method(transformer)
-        scheduler = getattr(self._owner() if owner is None else owner, "scheduler", None)
+        scheduler = getattr(self.owner() if owner is None else owner, "scheduler", None)
         step = step_of(scheduler, timestep)
         if step is None and frame is not None:  # the model got a copy of the loop's variable, as in Hunyuan-DiT
             step = step_of(scheduler, frame.f_locals.get("t"), frame.f_locals.get("timesteps"))

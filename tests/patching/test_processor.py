@@ -160,7 +160,7 @@ def test_what_set_attn_processor_refuses_changes_nothing():
 
 REFUSED = [
     ((3,), {}, "got int"),
-    ((mhla.MHLAConfig(blocks=(2, 2)),), {"eps": 0.1}, "eps"),
+    ((mhla.MHLAConfig(blocks=(2, 2)),), {"density": 0.1}, "density"),
     ((), {"blocks": (2, 2), "far": "means"}, "blocks...far"),
     ((), {"blocs": (2, 2, 2)}, "'blocs'"),
     ((), {"grid": (2, 2)}, "density...blocks"),
