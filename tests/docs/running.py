@@ -100,7 +100,6 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"^mhla (eval samples geneval|generate sana --prompt-file) .*", rf"\g<0> {SANA_SET}"),
     (r"^mhla eval samples vbench .*", rf"\g<0> {WAN_SET} --set height=64 --set width=64"),
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
-    (r"--patch outputs/tiny-dit/result", "--patch my-dit-patch"),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # choosing settings
     (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2 --minutes 0.1"),
