@@ -84,7 +84,9 @@ class Audit:
         for layer in self.layers:
             worst = int(layer.errors_of_heads.argmax())
             kept = ["-" if part is None else f"{part:.1%}" for part in (layer.density, layer.mass_kept)]
-            row = [layer.name, f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"]
+            row = [layer.name, "dense", "-"]
+            if not math.isnan(layer.error):
+                row[1:] = f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"
             rows.append([*row, *(kept if has_lists else ()), f"{math.sqrt(layer.moves):.1%}"])
 
         errors, squares = (
@@ -95,9 +97,9 @@ class Audit:
         steps = []
         for start in range(0, len(errors), width):
             here = slice(start, min(start + width, len(errors)))
-            name = str(start) if here.stop - start == 1 else f"{start} to {here.stop - 1}"
-            note = "  as before the patch" if all(self.disabled[here]) else ""
-            steps.append((name, f"{(errors[here].sum() / squares[here].sum()).sqrt():.1%}{note}"))
+            name = str(here.stop) if here.stop - start == 1 else f"{start + 1} to {here.stop}"
+            error = f"{(errors[here].sum() / squares[here].sum()).sqrt():.1%}"
+            steps.append((name, "dense" if all(self.disabled[here]) else error))
 
         never = " where enabled, but it is disabled in every step" if all(self.disabled) else ""
         parts = [
@@ -281,8 +283,8 @@ def _check_reached(parts: Collection[str], reached: Collection[str]) -> None:
     missed = [name for name in parts if name not in reached]
     if missed:
         raise ValueError(
-            f"run() did not call {missed[0]}, and {len(missed)} of {len(parts)} in all; it must call the pipeline or "
-            "model given to audit()."
+            f"run() did not call {missed[0]} ({len(missed)} of {len(parts)} were not called); it must call the pipeline "
+            "or model given to audit()."
         )
 
 

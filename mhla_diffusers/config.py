@@ -277,7 +277,7 @@ class CausalConfig(LinearConfig):
     attention: ClassVar[str] = "causal MHLA"
     causal: Causal = "block"
     """Whether a query sees no later token ("token"), or no later block of the first axis, such as frames ("block")."""
-    block_length: Annotated[Integer, Field(gt=0, validate_default=True)] = 0
+    block_length: PositiveInteger
     """Tokens per block of the first axis, such as 64 of a text or 3 latent frames of a video."""
     own: Literal["softmax", "linear"] = "softmax"
     """How the query's own block of the first axis is attended to: with softmax, or with MHLA's weights."""

@@ -146,7 +146,9 @@ def _locked(folder: Path) -> Iterator[None]:
             finally:
                 file.unlink(missing_ok=True)  # while it is held; who has opened it meanwhile finds that it is gone
     except Timeout:
-        raise OSError(f"Another run is writing into {folder}. Wait for its end, or choose another folder.") from None
+        raise OSError(
+            f"Another run is writing into {folder}. Wait for it to finish, or choose another folder."
+        ) from None
 
 
 # Telling whether files have changed

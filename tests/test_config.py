@@ -95,7 +95,7 @@ REFUSED = [
     (MHLA | {"normalize": False}, "normalize=False .*output_norm=True"),
     (MHLA | {"convolution": 4}, "convolution=4"),
     (MHLA | {"dense_first": 1.5}, r"dense_first=1\.5"),
-    (MHLA | {"causal": "block"}, "block_length=0"),
+    (MHLA | {"causal": "block"}, "lacks block_length"),
     (TOKEN | {"blocks": (2, 2)}, r"blocks=\(2,\).*causal='block'"),
     (TOKEN | {"blocks": (1,), "beyond": "relative"}, "at least two blocks"),
     (TOKEN | {"mixing_clip": False}, "mixing_clip=False"),

@@ -77,7 +77,7 @@ class Case:
         for name, given, step, more in (*sides, ("frames", self.frames, model.temporal_stride, 1)):
             if given is not None and (given < max(1, step * (not more)) or (given - more) % step):
                 below = max(1 - more, (given - more) // step) * step + more
-                multiple = f"a multiple of {step}{' and 1 more' if more else ''} for {model.name}"
+                multiple = f"a multiple of {step}{', plus 1,' if more else ''} for {model.name}"
                 raise ValueError(f"{name}={given} must be {multiple}; near it are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:
             raise ValueError(f"{model.name} takes square images only; got {self.height}x{self.width}.")

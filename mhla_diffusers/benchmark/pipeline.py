@@ -167,7 +167,12 @@ def timed_call(pipe: Any, run: Callable[[], Any], device: torch.device) -> tuple
 
 def frames_of(sample: Any) -> torch.Tensor:
     """Convert a PIL image, or frames (F, H, W, 3) in [0, 1], to uint8 (F, 3, H, W)."""
-    frames = torch.from_numpy(numpy.array(sample))
+    pixels = numpy.array(sample)
+    if pixels.dtype == object:
+        raise ValueError(
+            f"The call returned {type(sample).__name__}; it must return an image or the frames of a video."
+        )
+    frames = torch.from_numpy(pixels)
     if frames.is_floating_point():
         frames = (255 * frames.float().clamp(0, 1)).round().to(torch.uint8)
     return (frames if frames.ndim == 4 else frames[None]).movedim(-1, 1)

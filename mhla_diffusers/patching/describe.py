@@ -234,7 +234,7 @@ def describe(
     for component, transformer in transformers.items():
         prefix = f"{component}." if len(transformers) > 1 else ""
         patched = handles.get(component) or Patched(transformer, SparseConfig(), get_family(transformer))
-        layers.notes += tuple(filter(None, (patched.error_words(), patched.inactive_lora())))
+        layers.notes += tuple(filter(None, (str(patched.tally), patched.error_words(), patched.inactive_lora())))
         for name, attn in patched.attentions.items():
             layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))
     return layers

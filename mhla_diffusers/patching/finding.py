@@ -33,8 +33,8 @@ def find_transformers(model: Any) -> dict[str, nn.Module]:
     for name, module in components.items():
         if ATTRIBUTE in vars(module):
             raise ValueError(
-                f"{type(module).__name__} is patched without a family, so there is nothing to save, load or "
-                "calibrate. To restore the patch, call apply_mhla(model, grid=…) with the same arguments."
+                f"{type(module).__name__} is patched without a family, so there is nothing to save or load. "
+                "To restore the patch, call apply_mhla(model, grid=…) with the same arguments."
             )
         if name.startswith("transformer"):
             get_family(module)  # raises what is unsupported about it
@@ -86,7 +86,7 @@ def require_patched(model: Any) -> dict[str, Patched]:
     found = find_patched(model)
     if not found:
         find_transformers(model)  # raises the fitting error for a model that cannot be patched
-        raise ValueError("The model is not patched with MHLA; call apply_mhla() first.")
+        raise ValueError("The model is not patched; call apply_mhla() first.")
     return found
 
 
@@ -127,8 +127,11 @@ def mhla_disabled(model: Any) -> Iterator[None]:
             "diffusers' own set_attn_processor does not keep the original processors; patch with apply_mhla(pipe, ...)."
         )
     state = held()
-    before, state.off = state.off, (*state.off, *handles)
+    state.off = (*state.off, *handles)
     try:
         yield
-    finally:
-        state.off = before
+    finally:  # takes out its own alone, since generators may end in any order
+        off = list(state.off)
+        for patched in handles:
+            off.remove(patched)
+        state.off = tuple(off)

@@ -223,7 +223,7 @@ class Patched:
             if dense == step.count:
                 self.log.once(
                     logging.WARNING,
-                    f"All {step.count} steps of this call are dense by {config.dense_words}, so the patch does not "
+                    f"Every step of this call ({step.count}) is dense by {config.dense_words}, so the patch does not "
                     "run. Lower these settings, or remove the patch.",
                 )
             tally = run.tallies[id(self)] = self.tally

@@ -268,7 +268,7 @@ def load_mhla(
         _check_finite(f"{folder / PATCH_FILE}: {name}", tensor)
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
-        raise ValueError("The model is already patched with MHLA; call remove_mhla() before load_mhla().")
+        raise ValueError("The model is already patched; call remove_mhla() before load_mhla().")
     source = loaded_from(model, next(iter(transformers.values())))
     came_from = base_model_name(source)
     lies_beside = source == str(patch) or folder.resolve() in (Path(source).resolve(), Path(source).resolve().parent)
@@ -339,9 +339,8 @@ def _find_folder(patch: str | Path, revision: str | None) -> Path:
             f"{said_allowed(path.name, adapted_patch_names(), 'mhla info')}"
         )
     if path.parent.is_dir() and revision is None:
-        raise FileNotFoundError(
-            f"The local folder {path.parent} has no {path.name}. To load {patch} from the Hub, pass revision='main'."
-        )
+        from_hub = "" if path.is_absolute() else f" To load {patch} from the Hub, pass revision='main'."
+        raise FileNotFoundError(f"The local folder {path.parent} has no {path.name}.{from_hub}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -44,18 +44,24 @@ def tune_command(
     )
     name = choice.model or f"tiny-{choice.family}"
     pipe = choice.load(texts)
-    tuned = tune(
-        pipe,
-        lambda prompt: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)])[0],
-        texts,
-        output or Path("outputs/tune", Path(name).name),
-        psnr=psnr,
-        speedup=speedup,
-        minutes=minutes,
-        steps=choice.known_arguments.get("num_inference_steps", USUAL_STEPS),
-        cache=cache,
-        settings={"model": name, **choice.known_arguments, "dtype": choice.dtype, "seed": seed},
-    )
+    call = dict(choice.known_arguments)
+    steps = call.pop("num_inference_steps", USUAL_STEPS)
+    try:
+        tuned = tune(
+            pipe,
+            lambda prompt: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)])[0],
+            texts,
+            output or Path("outputs/tune", Path(name).name),
+            psnr=psnr,
+            speedup=speedup,
+            minutes=minutes,
+            steps=steps,
+            cache=cache,
+            settings={"model": name, **call, "dtype": choice.dtype, "seed": seed},
+        )
+    except KeyboardInterrupt:
+        typer.echo("Stopped. The same command goes on.", err=True)
+        raise
     typer.echo(f"Wrote {tuned.file.with_name('tune.html')} and tune.csv")
     if tuned.best.speedup < 1:
         typer.echo("Slower than unpatched: leave the patch off at this size, and tune at the size that you use.")

@@ -86,7 +86,7 @@ def test_what_a_patch_brings_at_most():
 def test_readme_repeats_what_is_counted_and_measured():
     """Its milliseconds stand in the results."""
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"Flux gains at most {most_of('flux-dev')['1024x1024'][-1]}" in readme
+    assert f"Flux speeds up by at most {most_of('flux-dev')['1024x1024'][-1]}x" in readme
     for size, softmax, prototype in re.findall(r"one forward, (\S+) \| H100, \S+ \| ([\d,]+) \| (\d+) \|", readme):
         (row,) = [row for row in rows_of(H100[H100.index("480x800x81") :]) if row[-1] == prototype]
         assert softmax.replace(",", "") in re.search(r"softmax took (\d+) and (\d+) ms", H100).groups(), (size, row)

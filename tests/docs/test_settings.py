@@ -11,8 +11,6 @@ from .snippets import ROOT
 PATCH = {field.name: field for kind in reversed(KINDS) for field in fields(kind)}
 PATCH = {name: PATCH[name] for kind in KINDS for name in (field.name for field in fields(kind))}
 """The settings of all attentions, each once, in the order of the code; sparse attention's default where two differ."""
-NEEDED = {"blocks": "family's", "block_length": "required"}
-"""What stands in the place of a default: the blocks of a patch file are needed, and in Python the family has some."""
 
 
 def test_table_holds_every_setting_and_its_default():
@@ -25,9 +23,9 @@ def test_table_holds_every_setting_and_its_default():
     for item, (name, cell, meaning) in zip(PATCH.values(), rows, strict=True):
         assert meaning, name
         if item.default is MISSING:
-            assert cell == "needed", name
-        elif item.name in NEEDED:
-            assert cell == NEEDED[item.name], name
+            assert cell == "required", name
+        elif item.name == "blocks":  # a patch file needs them, and in Python the family has some
+            assert cell == "family's", name
         else:
             written = ast.literal_eval(cell.strip("`"))
             assert (written, type(written)) == (item.default, type(item.default)), name

@@ -68,6 +68,7 @@ def test_describe_tells_of_sparse_attention():
     assert table[-1] == "3 of 4 self-attentions replaced, 0 extra parameters"
     assert "26.0% of the pairs of blocks" in str(mhla.describe(model))
     output(model, inputs("wan"))
+    assert "sparse in 3 of 3 attentions" in str(mhla.describe(model)).splitlines()
     kept, patched_one, *_ = mhla.describe(model)
     assert (kept.density, patched_one.density, patched_one.blocks) == (None, 0.25, None)
     with mhla.mhla_disabled(model):
@@ -224,4 +225,4 @@ def test_a_call_that_is_dense_throughout_says_so(caplog):
     pipe = wan_pipeline()
     mhla.apply_mhla(pipe, "fast", dense_first=2)
     pipe(**{**PIPELINES["wan"].call, "num_inference_steps": 2})
-    assert caplog.text.count("All 2 steps of this call are dense by dense_first=2") == 1
+    assert caplog.text.count("Every step of this call (2) is dense by dense_first=2") == 1

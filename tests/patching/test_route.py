@@ -318,6 +318,12 @@ def test_disabled_within_the_context_in_this_thread_alone(name):
         with mhla.mhla_disabled(model):
             pass
         assert torch.equal(predict(model), dense)
+    first, second = mhla.mhla_disabled(model), mhla.mhla_disabled(model)
+    for step in (first.__enter__, second.__enter__):
+        step()
+    first.__exit__(None, None, None)  # as generators may end, in any order
+    assert torch.equal(predict(model), dense)
+    second.__exit__(None, None, None)
     with pytest.raises(KeyError), mhla.mhla_disabled(model):
         raise KeyError
     assert torch.equal(predict(model), expected) and torch.equal(found[0], expected)
