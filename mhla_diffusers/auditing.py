@@ -283,8 +283,8 @@ def _check_reached(parts: Collection[str], reached: Collection[str]) -> None:
     missed = [name for name in parts if name not in reached]
     if missed:
         raise ValueError(
-            f"run() did not call {missed[0]} ({len(missed)} of {len(parts)} were not called); it must call the pipeline "
-            "or model given to audit()."
+            f"run() did not call {missed[0]} ({len(missed)} of {len(parts)} were not called); it must call the "
+            "pipeline or model given to audit()."
         )
 
 
