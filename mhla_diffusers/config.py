@@ -231,7 +231,7 @@ class LinearConfig(PatchConfig):
             )
 
     def grid_from(self, grid: Sequence[int]) -> Shape:
-        """Return the grid that is cut into blocks, of which a call's own grid is all or the beginning."""
+        """Return the grid that is cut into blocks; a call's grid is this grid, or the beginning of it."""
         return tuple(grid)
 
     def blocks_on(self, grid: Sequence[int]) -> Shape:

@@ -216,7 +216,7 @@ def weights_of(folder: Path) -> str | None:
     return digest.hexdigest()[:16] if files else None
 
 
-# Reading; every function raises OSError where there is no file, and ValueError with its name where it is damaged
+# Reading: OSError for a missing file, ValueError with its name for a damaged one
 
 
 def read_text(file: Path) -> str:

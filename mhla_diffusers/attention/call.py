@@ -8,7 +8,7 @@ them with softmax, and they attend to everything with softmax.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Literal, Protocol, get_args
 
@@ -126,7 +126,7 @@ class ContentRule(UniformBlocks):
             sizes = [size for size in _BLOCK_SIZES if smallest <= size <= min(query, _MOST_KEYS)]
             key = next((size for size in sizes if tokens >= _LEAST_KEY_BLOCKS * size), smallest)
         rule = cls(query, density, key_block_size=key or query, order=order)
-        return cls(query, 1.0, key_block_size=key or query, order=order) if rule.listed_on(grid) == 1 else rule
+        return replace(rule, density=1.0) if rule.listed_on(grid) == 1 else rule
 
     def listed_on(self, grid: Sequence[int]) -> float:
         """Return the density on a token grid, after rounding to whole key blocks per query block, at least one."""

@@ -123,7 +123,7 @@ def beside_earlier(call: MHLACall, own: Own, earlier: tuple[torch.Tensor, ...] |
 def own_block(call: MHLACall) -> Own:
     """Attention of every query within its frame block; with ``causal="token"`` only to keys up to itself.
 
-    With ``linear_weight`` the weights are those of softmax, exp(q · k / √D), and without it those of MHLA,
+    Weights are softmax's with ``linear_weight``, exp(q · k / √D), and MHLA's without it,
     m_ii φ(q) · φ(k). The tokens begin with the grid, and may end before it does.
     """
     parts: list[Own] = []

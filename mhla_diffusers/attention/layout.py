@@ -156,7 +156,7 @@ class Layout:
 
 @contextmanager
 def kept_tensors() -> Iterator[None]:
-    """Make tensors within that serve later calls too: on the CPU, and no inference tensors, whatever is active."""
+    """Create tensors on the CPU and outside inference mode, so that later calls can reuse them."""
     with torch.inference_mode(False), torch.device("cpu"):
         yield
 

@@ -41,7 +41,7 @@ def _patchable(transformer: Any, config: PatchConfig) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class Family:
-    """Facts of a family of transformers, of which sparse attention needs the first; for :func:`register_family`."""
+    """Facts of a family of transformers, for :func:`register_family`; sparse attention needs only the first of them."""
 
     name: str
     """Name in patch files, on the command line and in messages."""

@@ -24,7 +24,7 @@ from .pixels import UnreadableMediaError, read_picture
 from .record import Record, Sample, read_record, write_sample
 
 _MAX_LENGTH, _MAX_BYTES = 60, 150
-"""Of a prompt in a file name, which may have 255 bytes: 37 letters of four bytes."""
+"""Limits of a prompt within a file name, in letters and in bytes; file names may have 255 bytes."""
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ def _result_in(weights: str | Path) -> Path:
 def component_identity(model: str, component: str) -> str:
     """Return class and configuration of a component, such as ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``.
 
-    Read without its weights; "none" if there is no such component.
+    Only its configuration is read; "none" if there is no such component.
     """
     _, name = _index(model).get(component) or (None, None)
     if name is None:

@@ -249,7 +249,7 @@ def detach(patched: Patched) -> None:
 
 
 def _take_out(patched: Patched, attn: Any) -> None:
-    """Give an attention its processor of before MHLA, or a fresh one where no record was kept."""
+    """Restore an attention's processor from before MHLA, or make a fresh one if none was recorded."""
     processor, original = attn.processor, replaced_processor(attn)
     if isinstance(processor, MHLAProcessor):
         if original is None:

@@ -50,7 +50,7 @@ class Patched:
         self.chosen: tuple[str, ...] = ()
         self.log = Log(logger)
         self.tally = Tally(self.log)
-        """Of the latest call, running or ended; outside of sampling of the latest forward."""
+        """Counts of the latest call, running or ended; outside of sampling, of the latest forward."""
         self.latest_grid: Shape | None = None
         """Token grid of the latest forward, to be shown; no attention reads it."""
         self.replaced_weights: dict[str, torch.Tensor] = {}

@@ -93,7 +93,7 @@ def attend(
         key: (B, N', H', D).
         value: like ``key``.
         request: what else the model asks for.
-        here: of which attention of which call it is; None for what runs in this thread.
+        here: the call, layer and part that attend; None for those of this thread.
     """
     if here is None:
         state = held()

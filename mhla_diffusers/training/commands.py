@@ -34,7 +34,7 @@ def finetune_command(
     config: Annotated[Path, typer.Argument(help="YAML file, for example one of finetune/configs.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=200.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help='"latest", or the path of a checkpoint; "latest" starts anew without one.')
+        str | None, typer.Option(help='Path of a checkpoint, or "latest"; without one, "latest" starts a new run.')
     ] = None,
 ) -> None:
     """Adapt a patched model; accelerate launch finetune/adapt.py takes the same arguments on several devices."""
@@ -79,7 +79,7 @@ def data_command(
     preview: Annotated[int, typer.Option(min=0, help="Clips to make pictures of, before they are encoded.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for the pictures of --preview.")] = Path("outputs/data"),
 ) -> None:
-    """Summarize videos or images before they are encoded, or latents: what is used, and what is left out and why."""
+    """Summarize a folder of videos, images or latents: what is used, what is left out, and why."""
     from .data.summary import summarize, write_pictures
 
     _log_lines()

@@ -59,7 +59,8 @@ def guided_prediction(
 ) -> torch.Tensor:
     """Predict with classifier-free guidance on the channels of the noise: (B, output channels, ...).
 
-    ``empty`` is the conditioning of the empty prompt, without a batch axis; None, or a guidance of 1, is no guidance.
+    ``empty`` is the conditioning of the empty prompt, without a batch axis. Without it, or with a guidance
+    of 1, there is no guidance.
     """
     conditional = predict(transformer, batch)
     if guidance == 1 or empty is None:

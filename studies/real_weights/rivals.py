@@ -318,7 +318,9 @@ def main() -> None:
     """Measure all rows that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("error", choices=("attention", "features"))
-    parser.add_argument("--pixels", type=int, nargs="+", default=[1036], help="sides of which untrained.py has rows")
+    parser.add_argument(
+        "--pixels", type=int, nargs="+", default=[1036], help="sides in pixels that untrained.py has measured"
+    )
     arguments = parser.parse_args()
     for pixels in arguments.pixels:
         write_rows(arguments.error, pixels)

@@ -72,8 +72,8 @@ def test_a_rule_that_lists_everything_on_this_grid_is_softmax_attention():
 def test_the_error_falls_with_the_distance_of_keys_from_their_mean(values_differ, orders):
     """The power is one higher for second order than for means, with two blocks of keys.
 
-    Where values differ within a block, what it adds is wrong; where they do not, its weight alone. Queries are all
-    alike, so the mean query is exact; keys differ along one channel, so there is no covariance.
+    If values differ within a block, its output is wrong; otherwise only its weight is. All queries are equal, so the
+    mean query is exact; keys differ along one channel only, so they have no covariance.
     """
     make = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 1, 8, generator=make, dtype=torch.float64).expand(1, 16, 1, 8)

@@ -22,7 +22,7 @@ SIZES = [
     *("heads", "tokens", "blocks", "splits", "angle_tokens"),
     *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
 ]
-"""Arguments that change with the resolution, for each of which a kernel would be compiled anew."""
+"""Arguments that change with the resolution; specialising on them would recompile kernels for every size."""
 
 
 class Tables(NamedTuple):

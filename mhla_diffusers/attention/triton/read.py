@@ -173,7 +173,7 @@ def read_states(*inputs: Any):
 
 @operator(f"(Tensor output_gradient, Tensor normaliser_gradient, {_INPUTS}) -> Tensor[]")
 def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
-    """Gradients of query, states, sums, norm and gate, of those that are there."""
+    """Gradients of query, states, sums, norm and gate; None for those that were not given."""
     query, states, sums, norm, gate, angles, *_, feature_map, eps, rope_before = inputs
     tables, programs, arguments = _launch("query_gradient", *inputs)
     query_gradient, product_gradient = rows_like(query, query.dtype), rows_like(query, states.dtype)

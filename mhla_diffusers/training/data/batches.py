@@ -197,7 +197,7 @@ class _Batches(Dataset[Any]):
         self._data = data
 
     def __getitem__(self, key: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | Exception:
-        """Read a batch, or return the exception, of which workers would send only the traceback's text."""
+        """Read a batch, or return the exception: if raised, workers would send only the text of its traceback."""
         try:
             return stack_samples([with_one_caption(self._data[index], draw) for index, draw in key])
         except (ValueError, OSError) as error:

@@ -26,7 +26,7 @@ class Clips(Settings):
     fps: Positive
     """Frames per second that a video is sampled at."""
     sizes: Sizes | Annotated[str, Field(pattern=r"^auto( \d+(x\d+)?)?$")]
-    """(height, width) in pixels, of which a file gets the nearest in aspect ratio. "auto": usual ratios in the area of
+    """(height, width) in pixels; a file gets the one nearest in aspect ratio. "auto": usual ratios in the area of
     the model's own size; "auto 240x416": in that area."""
     stride: PositiveInteger | None = None
     """Frames, at ``fps``, from the start of one clip (of each length) to that of the next; None for one start alone."""

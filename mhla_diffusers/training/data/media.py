@@ -47,7 +47,7 @@ class Media:
     name: str
     """Path inside the folder."""
     caption: str = ""
-    """Prompt, or one per line, of which training draws one each time; for DiT the class."""
+    """Prompt; if it has several lines, training draws one each time. For DiT the class."""
     problem: str | None = None
     """Why it cannot be used, if known without reading it."""
     origin: str = ""
