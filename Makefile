@@ -1,4 +1,4 @@
-# make demo   set everything up, compare softmax, linear attention and MHLA on a tiny trained pipeline, and time them
+# make demo   set everything up, then time a tiny trained pipeline unpatched and with each profile, and compare the clips
 # make quick  what to run before every commit: checks and the fast tests, in under two minutes
 # make test   set everything up and run the tests
 # make check  lint, types, structure
@@ -40,7 +40,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/mhla demo
+	$(BIN)/mhla bench pipeline --model tiny-wan
 
 $(VENV)/triton-oldest: $(VENV)/ready
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target $@ triton==$(OLDEST_TRITON)

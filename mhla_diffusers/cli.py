@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from . import __version__
 from .benchmark.commands import bench
-from .demo.commands import demo
 from .evaluation.commands import app as evaluation
 from .generation.commands import generate_command
 from .generation.names import expand_options, patch_options, pipeline_options
@@ -174,7 +173,6 @@ app.command("data")(data_command)
 app.command("encode")(encode_command)
 app.command("synthesize")(synthesize_command)
 app.command("tune")(tune_command)
-app.command("demo")(demo)
 app.add_typer(evaluation, name="eval")
 app.add_typer(bench, name="bench")
 

@@ -10,6 +10,7 @@ MOVED: dict[str, str] = {
     "bench parallel": "Several GPUs are diffusers' context parallelism now, see docs/combine.md.",
     "bench plot": "The CSV files of `mhla bench` open in pandas and any spreadsheet.",
     "deit": _BY_GRID,
+    "demo": "`mhla bench pipeline --model tiny-wan` times the profiles; studies/quality judges adapted patches.",
     "dig": "DiG is in the history of the repository alone; no table needs it.",
     "dinov2": "Use apply_mhla(model, grid=…, extra=(1, 0)); studies/real_weights/dinov2.py shows it, and MHLA.",
     "eval samples prompts": "`mhla generate FAMILY --prompt-file FILE` makes such a set; accelerate launch shares it.",

@@ -185,7 +185,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError(f"Plots need matplotlib; {installing('demo')}.") from error
+        raise ImportError(f"Plots need matplotlib; {installing('plots')}.") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -58,10 +58,10 @@ def test_errors_name_extras_that_there_are(monkeypatch):
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     sources = "".join(file.read_text() for file in root.glob("mhla_diffusers/**/*.py"))
     named = re.findall(r"installing\(\W(\w+)\W\)", sources)
-    assert set(named) == {"demo", "eval", "quantize", "video"} <= extras.keys()
+    assert set(named) == {"eval", "plots", "quantize", "video"} <= extras.keys()
     assert "mhla_diffusers[" not in sources, "which is not on PyPI"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r'`pip install "\.\[demo\]"`'):
+    with pytest.raises(ImportError, match=r'`pip install "\.\[plots\]"`'):
         require_matplotlib()
 
 

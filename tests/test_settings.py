@@ -11,7 +11,6 @@ import pytest
 from pydantic import Field
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig
-from mhla_diffusers.demo.run import DemoConfig
 from mhla_diffusers.engines.settings import EngineSettings
 from mhla_diffusers.errors import check_choice
 from mhla_diffusers.families import Clip
@@ -29,7 +28,6 @@ CLASSES = [
     (TrainingConfig, RUN),
     (Clip, {"frames": 1, "fps": 1.0, "sizes": [(8, 8)]}),
     (EngineSettings, {}),
-    (DemoConfig, {}),
 ]
 EVERY = [(cls, needed, item) for cls, needed in CLASSES for item in fields(cls) if item.name != "config"]
 

@@ -1,6 +1,6 @@
 """Adapt the patches that ship for a tiny pipeline: ``python tools/adapt_tiny.py wan``.
 
-Everything comes from the seed: each attention of ``mhla_diffusers/demo/adaptation.py`` is adapted from the same weights
+Everything comes from the seed: each attention of ``studies/adaptation/adaptation.py`` is adapted from the same weights
 on the same clips, and saved in half precision as far as it differs from the pipeline. Run again, the command goes on
 where it was interrupted. ``--install`` copies the result to where the package keeps it.
 """
@@ -15,7 +15,11 @@ from typing import Any
 import torch
 
 from mhla_diffusers.config import CausalConfig, patch_folder
-from mhla_diffusers.demo.adaptation import (
+from mhla_diffusers.files import write_json, write_tensors
+from mhla_diffusers.generation.pipelines import load_result
+from mhla_diffusers.patching import save_mhla
+from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
+from studies.adaptation.adaptation import (
     ADAPTED_CONTROL,
     ADAPTED_RECORD,
     DIFFUSION,
@@ -23,22 +27,18 @@ from mhla_diffusers.demo.adaptation import (
     TRANSFER_STEPS,
     Adaptation,
     Variant,
+    control_file,
     held_out_curve,
+    load_control,
     runs_of,
     variants,
 )
-from mhla_diffusers.files import write_json, write_tensors
-from mhla_diffusers.generation.pipelines import load_result
-from mhla_diffusers.patching import save_mhla
-from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
-from mhla_diffusers.tiny.loading import control_file, load_control
 
 SAMPLES, HELD_OUT = 512, 64
 
 
 def variants_that_ship(tiny: TinyPipeline) -> dict[str, tuple[Variant, tuple[dict[str, Any], ...]]]:
-    """Return the variants of the demo and, for clips, the causal patch, by their short names, with the settings of
-    their runs.
+    """Return the variants and, for clips, the causal patch, by their short names, with the settings of their runs.
 
     The causal patch generates a few frames after others. It has two rows of blocks: the own frames, and all that came
     before, which ``beyond="relative"`` makes one. So a clip of the usual length, which has three frame blocks, shows it
@@ -72,13 +72,13 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
     Returns:
         The folder that holds what ships.
     """
-    run, family = output / f"run-{variant.short}", adaptation.tiny.family
+    run, name = output / f"run-{variant.short}", adaptation.tiny.name
     if not (run / "result").is_dir():
         adaptation.adapt(adaptation.patched(variant.patch), runs, run)
-    folder = output / "patches" / f"tiny-{family}-{variant.short}"
+    folder = output / "patches" / f"tiny-{name}-{variant.short}"
     if (folder / ADAPTED_RECORD).is_file():
         return folder
-    trained, base, saved, halved = (load_tiny(family) for _ in range(4))
+    trained, base, saved, halved = (load_tiny(name) for _ in range(4))
     load_result(trained, run / "result")
     if variant.patch is None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,11 +89,11 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
     else:
         load_result(halved, run / "result")
         halved.transformer.half()
-        save_mhla(halved, folder, weights="changed", base=base, base_model=f"tiny-{family}")
+        save_mhla(halved, folder, weights="changed", base=base, base_model=f"tiny-{name}")
         load_result(saved, folder)
     *transfer, end_to_end = runs
     record = {
-        "command": f"python tools/adapt_tiny.py {family} --seed {adaptation.seed}",
+        "command": f"python tools/adapt_tiny.py {name} --seed {adaptation.seed}",
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "updates of attention transfer": sum(settings["steps"] for settings in transfer),
@@ -106,12 +106,12 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
     return folder
 
 
-def install(family: str, output: Path) -> None:
-    """Copy what was made to where the package keeps it."""
-    for folder in sorted((output / "patches").glob(f"tiny-{family}-*")):
+def install(tiny: TinyPipeline, output: Path) -> None:
+    """Copy what was made to where the package, and of the control the studies, keep it."""
+    for folder in sorted((output / "patches").glob(f"tiny-{tiny.name}-*")):
         if folder.name.endswith("-control"):
-            shutil.copy(folder / ADAPTED_CONTROL, control_file(family))
-            shutil.copy(folder / ADAPTED_RECORD, control_file(family).with_suffix(".json"))
+            shutil.copy(folder / ADAPTED_CONTROL, control_file(tiny))
+            shutil.copy(folder / ADAPTED_RECORD, control_file(tiny).with_suffix(".json"))
             continue
         shutil.rmtree(patch_folder() / folder.name, ignore_errors=True)
         shutil.copytree(folder, patch_folder() / folder.name)
@@ -120,14 +120,14 @@ def install(family: str, output: Path) -> None:
 def main() -> None:
     """Adapt, and install if asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=list(TINY))
-    parser.add_argument("--output", type=Path, help="outputs/adapted-<family> if left out")
+    parser.add_argument("name", choices=list(TINY))
+    parser.add_argument("--output", type=Path, help="outputs/adapted-<name> if left out")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="such as sparse and control; all if left out")
     parser.add_argument("--install", action="store_true", help="make them those that the package ships")
     arguments = parser.parse_args()
-    output: Path = arguments.output or Path("outputs") / f"adapted-{arguments.family}"
-    tiny = TINY[arguments.family]
+    output: Path = arguments.output or Path("outputs") / f"adapted-{arguments.name}"
+    tiny = TINY[arguments.name]
     known = variants_that_ship(tiny)
     unknown = sorted(set(arguments.only or ()) - set(known))
     if unknown:
@@ -136,7 +136,7 @@ def main() -> None:
     for short in arguments.only or known:
         adapt(adaptation, *known[short], output)
     if arguments.install:
-        install(arguments.family, output)
+        install(tiny, output)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from mhla_diffusers.demo.adaptation import digit_latents
-from mhla_diffusers.demo.judging import CLASSIFIER_FILE, DigitClassifier
 from mhla_diffusers.families import Sample
 from mhla_diffusers.tiny import TINY, TinyPipeline, pipeline_folder
 from mhla_diffusers.tiny.digits import (
@@ -34,12 +32,13 @@ from mhla_diffusers.tiny.digits import (
     PICTURE_SIZE,
     Digits,
     Scene,
-    compose,
     crop,
     load_digits,
     to_rgb,
 )
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig, train
+from studies.adaptation.adaptation import digit_latents
+from studies.adaptation.judging import CLASSIFIER_FILE, DigitClassifier
 
 HELD_OUT = 32
 LATENT_CHANNELS = 4
@@ -390,7 +389,7 @@ def _random_pictures(tiny: TinyPipeline, digits: Digits, chance: random.Random) 
     """Random pictures (8, 3, H, W), or single frames of clips (8, 3, 1, H, W), in [-1, 1]."""
     pictures = []
     for _ in range(_PICTURES):
-        picture = compose(tiny.random_scene(chance), digits, tiny.digit_size, chance.randrange(2**32))
+        picture = tiny.draw(tiny.random_scene(chance), digits, chance.randrange(2**32))
         pictures.append(to_rgb(picture[chance.randrange(len(picture))][None] if tiny.is_video else picture))
     frames = torch.stack(pictures)
     return frames if tiny.is_video else frames[:, :, 0]
@@ -495,11 +494,12 @@ def real_crops(digits: Digits, seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
     """Crops (3 n, 16, 16) and labels (3 n,) of real digits, drawn once at the size of each tiny pipeline."""
     chance = random.Random(seed)
     crops, labels = [], []
-    for size in (tiny.digit_size for tiny in TINY.values()):
+    for tiny in TINY.values():
+        whole = (0, tiny.picture_size, 0, tiny.picture_size)
         for image, label in zip(digits.images, digits.labels.tolist(), strict=True):
             one = Digits(image[None], torch.tensor([label]))
-            picture = compose(Scene((label,)), one, size, chance.randrange(2**32))
-            crops.append(crop(picture, (0, PICTURE_SIZE, 0, PICTURE_SIZE), size))
+            picture = tiny.draw(Scene((label,)), one, chance.randrange(2**32))
+            crops.append(crop(picture, whole, tiny.digit_size))
             labels.append(label)
     return torch.cat(crops), torch.tensor(labels)
 

@@ -41,7 +41,7 @@ def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
             "give the Hub id or folder of a pipeline, or tiny-dit, tiny-sana or tiny-wan."
         )
     family = tiny_pipeline(name.removeprefix("tiny-")).family if is_tiny else family_of(name).name
-    choice = PipelineChoice(family, model=None if is_tiny else name, **settings)
+    choice = PipelineChoice(family, model=name, **settings)
     choice.check()
     return choice
 

@@ -20,8 +20,8 @@ from ..errors import check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
 from ..files import fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
-from ..tiny import TINY, TinyPipeline, call_settings, load_tiny, pipeline_folder
-from ..tiny.digits import FRAMES, FRAMES_PER_SECOND, PICTURE_SIZE
+from ..tiny import TINY, TinyPipeline, load_tiny, pipeline_folder
+from ..tiny.digits import FRAMES, FRAMES_PER_SECOND
 
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
@@ -67,9 +67,14 @@ class PipelineChoice:
         return family_named(self.family)
 
     @property
+    def tiny(self) -> TinyPipeline | None:
+        """The tiny pipeline that is asked for by its name or its family's; None for any other, and for a folder."""
+        return TINY[self.family] if self.model is None else _tiny_named(self.model)
+
+    @property
     def video_rate(self) -> int:
         """Frames per second of written videos: that of the tiny pipeline, or of the family's clips."""
-        return FRAMES_PER_SECOND if self.model is None else round(self.of_family.default_clip.fps)
+        return FRAMES_PER_SECOND if self.tiny is not None else round(self.of_family.default_clip.fps)
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -91,8 +96,8 @@ class PipelineChoice:
         """Steps, size, frames and guidance of the call, as far as they are known before it, defaults included."""
         guidance = self.of_family.calling.guidance_arguments(1.0)
         found = {name: x.default for name, x in inspect.signature(self.pipeline_class().__call__).parameters.items()}
-        if self.model is None:
-            found |= call_settings(self.family) | ({"num_frames": FRAMES} if "num_frames" in found else {})
+        if self.tiny is not None:
+            found |= self.tiny.call_settings | ({"num_frames": FRAMES} if "num_frames" in found else {})
         found |= self.settings
         names = ("num_inference_steps", "height", "width", "num_frames", "video_length", *guidance)
         return {name: found[name] for name in names if isinstance(found.get(name), int | float)}
@@ -154,7 +159,7 @@ class PipelineChoice:
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
         """Call the pipeline and return a sample per prompt; ``num_frames`` is how many frames come out."""
-        defaults = call_settings(self.family) if self.model is None else {}
+        defaults = {} if self.tiny is None else self.tiny.call_settings
         settings = {**defaults, **self.settings, **arguments}
         if (frames := self.settings.get("num_frames")) is not None:
             settings["num_frames"] = self.of_family.calling.asked_frames(pipe, frames)
@@ -310,15 +315,19 @@ def transformers_of(model: str) -> list[str]:
 
 def pipeline_source(model: str) -> str:
     """Return the folder of a tiny pipeline for its name, such as tiny-wan, and any other Hub id or folder as it is."""
-    family = model.removeprefix("tiny-")
-    is_name = family != model and family in TINY and not Path(model).is_dir()
-    return str(pipeline_folder(family)) if is_name else model
+    tiny = _tiny_named(model)
+    return model if tiny is None else str(pipeline_folder(tiny.name))
+
+
+def _tiny_named(model: str) -> TinyPipeline | None:
+    is_name = model.startswith("tiny-") and not Path(model).is_dir()
+    return TINY.get(model.removeprefix("tiny-")) if is_name else None
 
 
 def tiny_of(model: str) -> TinyPipeline | None:
     """Return the tiny pipeline that a name or folder is of; None for any other model."""
     source = Path(pipeline_source(model))
-    return next((tiny for family, tiny in TINY.items() if source == pipeline_folder(family)), None)
+    return next((tiny for name, tiny in TINY.items() if source == pipeline_folder(name)), None)
 
 
 def usual_clip(model: str, family: Family) -> Clip:
@@ -327,7 +336,7 @@ def usual_clip(model: str, family: Family) -> Clip:
     if tiny is None:
         return usual
     frames, fps = (FRAMES, float(FRAMES_PER_SECOND)) if tiny.is_video else (usual.frames, usual.fps)
-    return Clip(frames, fps, ((PICTURE_SIZE, PICTURE_SIZE),))
+    return Clip(frames, fps, ((tiny.picture_size, tiny.picture_size),))
 
 
 def pipeline_file(model: str, name: str) -> Path:
@@ -347,7 +356,7 @@ def pipeline_file(model: str, name: str) -> Path:
             check_network()  # since the Hub's client would try for half a minute
         return Path(hf_hub_download(model, name))
     except (OSError, ValueError) as error:
-        near = nearest(model, [f"tiny-{family}" for family in TINY]) if "/" not in model else ""
+        near = nearest(model, [f"tiny-{name}" for name in TINY]) if "/" not in model else ""
         raise FileNotFoundError(
             f"{model} is neither a local folder nor a pipeline that could be read from the Hub{near and f' ({near})'}: "
             f"{error}"

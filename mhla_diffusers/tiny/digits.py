@@ -20,7 +20,7 @@ from ..errors import check_choice
 Split = Literal["train", "held-out"]
 
 PICTURE_SIZE = 64
-"""Height and width of every picture and clip in pixels."""
+"""Height and width of pictures and clips in pixels, where a pipeline has no other size."""
 FRAMES = 9
 """Frames of a clip; the tiny video autoencoder makes a latent frame of each."""
 FRAMES_PER_SECOND = 6
@@ -67,9 +67,9 @@ class Scene:
             f" moving {self.motion}" if self.motion in DIRECTIONS else f" {self.motion}" if self.motion else ""
         )
 
-    def fields(self) -> list[tuple[int, int, int, int]]:
-        """Return the part of the picture of each digit: (top, bottom, left, right) in pixels."""
-        size, half = PICTURE_SIZE, PICTURE_SIZE // 2
+    def fields(self, size: int) -> list[tuple[int, int, int, int]]:
+        """Return the part of a picture of ``size`` pixels of each digit: (top, bottom, left, right)."""
+        half = size // 2
         if len(self.labels) == 1:
             return [(0, size, 0, size)]
         if self.motion in ("left", "right"):
@@ -96,18 +96,18 @@ def parse_caption(caption: str) -> Scene:
     return Scene(labels, next((word for word in words if word in MOTIONS), None))
 
 
-def compose(scene: Scene, digits: Digits, size: int, seed: int) -> torch.Tensor:
+def compose(scene: Scene, digits: Digits, size: int, seed: int, side: int) -> torch.Tensor:
     """Draw a scene with handwritten digits of ``size`` pixels; digits, places and speeds come from the seed.
 
-    (1, 64, 64) float32 in [0, 1] for a still scene, (9, 64, 64) for a moving one.
+    (1, side, side) float32 in [0, 1] for a still scene, (9, side, side) for a moving one.
     """
     chance = random.Random(f"{seed} {scene.caption}")
     frames = 1 if scene.motion is None else FRAMES
-    picture = torch.zeros(frames, PICTURE_SIZE, PICTURE_SIZE)
-    for label, field in zip(scene.labels, scene.fields(), strict=True):
+    picture = torch.zeros(frames, side, side)
+    for label, field in zip(scene.labels, scene.fields(side), strict=True):
         centres = _path(scene.motion, field, size, chance)
-        digit, scale = digits.pick(label, chance).expand(frames, -1, -1), PICTURE_SIZE / size
-        drawn = _sample(digit, scale, -scale * (2 * centres / PICTURE_SIZE - 1), PICTURE_SIZE)
+        digit, scale = digits.pick(label, chance).expand(frames, -1, -1), side / size
+        drawn = _sample(digit, scale, -scale * (2 * centres / side - 1), side)
         picture = torch.maximum(picture, drawn)
     return picture
 
@@ -148,14 +148,14 @@ def locate(picture: torch.Tensor, field: tuple[int, int, int, int]) -> torch.Ten
 
 
 def crop(picture: torch.Tensor, field: tuple[int, int, int, int], size: int, resolution: int = 16) -> torch.Tensor:
-    """Cut the digit of ``size`` pixels out of a field of (F, 64, 64), centred on its ink: (F, resolution, resolution).
+    """Cut the digit of ``size`` pixels out of a field of (F, S, S), centred on its ink: (F, resolution, resolution).
 
     What lies outside the field (top, bottom, left, right) is not seen.
     """
     top, bottom, left, right = field
-    own = torch.zeros_like(picture)
+    side, own = picture.shape[-1], torch.zeros_like(picture)
     own[:, top:bottom, left:right] = picture[:, top:bottom, left:right]
-    return _sample(own, size / PICTURE_SIZE, 2 * locate(picture, field) / PICTURE_SIZE - 1, resolution)
+    return _sample(own, size / side, 2 * locate(picture, field) / side - 1, resolution)
 
 
 def _sample(source: torch.Tensor, scale: float, centre: torch.Tensor, resolution: int) -> torch.Tensor:

@@ -9,7 +9,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from .digits import FRAMES, MOTIONS, PICTURE_SIZE, Scene, parse_caption
+import torch
+
+from .digits import FRAMES, MOTIONS, PICTURE_SIZE, Digits, Scene, compose, parse_caption
 
 _TEXT_CALL = {
     "num_inference_steps": 20,
@@ -24,6 +26,8 @@ _TEXT_CALL = {
 class TinyPipeline:
     """One tiny pipeline of real diffusers classes."""
 
+    name: str
+    """The pipeline is tiny-<name>; that of its family has the family's name."""
     family: str
     call_settings: dict[str, Any]
     """Arguments of the pipeline's call that it was trained for."""
@@ -35,6 +39,8 @@ class TinyPipeline:
     """Whether its MHLA has a mixing matrix for every head, as the presets of the family have it."""
     batch_size: int = 16
     """Samples per update when a patch is adapted."""
+    picture_size: int = PICTURE_SIZE
+    """Height and width in pixels of a picture."""
     digit_size: int = 28
     """Height and width in pixels of a drawn digit."""
     most_digits: int = 2
@@ -59,6 +65,10 @@ class TinyPipeline:
         chance = random.Random(seed)
         return [self.random_scene(chance) for _ in range(count)]
 
+    def draw(self, scene: Scene, digits: Digits, seed: int) -> torch.Tensor:
+        """Draw a scene as :func:`compose`, at the pipeline's sizes: float32 (F, S, S) in [0, 1]."""
+        return compose(scene, digits, self.digit_size, seed, self.picture_size)
+
     def prompt(self, scene: Scene) -> str:
         """Return what the pipeline is asked for, to get a scene."""
         return str(scene.labels[0]) if self.prompts_are_classes else scene.caption
@@ -74,14 +84,18 @@ class TinyPipeline:
 TINY: dict[str, TinyPipeline] = {
     "dit": TinyPipeline(
         "dit",
+        "dit",
         {"num_inference_steps": 30, "guidance_scale": 4.0},
         block_size=2,
         digit_size=52,
         most_digits=1,
         prompts_are_classes=True,
     ),
-    "sana": TinyPipeline("sana", {**_TEXT_CALL, "use_resolution_binning": False, "complex_human_instruction": None}),
+    "sana": TinyPipeline(
+        "sana", "sana", {**_TEXT_CALL, "use_resolution_binning": False, "complex_human_instruction": None}
+    ),
     "wan": TinyPipeline(
+        "wan",
         "wan",
         # WanPipeline rounds the number of frames to a multiple of the temporal stride and adds one
         {**_TEXT_CALL, "num_frames": FRAMES - 1},
@@ -92,11 +106,11 @@ TINY: dict[str, TinyPipeline] = {
         motions=MOTIONS,
     ),
 }
-"""Family → its tiny pipeline."""
+"""Name → tiny pipeline."""
 
 
-def tiny_pipeline(family: str) -> TinyPipeline:
-    """Return the description of a family's tiny pipeline; ValueError for a family without one."""
-    if family not in TINY:
-        raise ValueError(f"family={family!r} has no tiny pipeline; allowed: {', '.join(TINY)}.")
-    return TINY[family]
+def tiny_pipeline(name: str) -> TinyPipeline:
+    """Return the description of the tiny pipeline of a name, such as that of a family; ValueError without one."""
+    if name not in TINY:
+        raise ValueError(f"family={name!r} has no tiny pipeline; allowed: {', '.join(TINY)}.")
+    return TINY[name]

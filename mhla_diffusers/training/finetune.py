@@ -85,7 +85,7 @@ class NamedRun:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         self.config, self.model, self.data = config, config.model, Path(config.data)
         tiny = tiny_of(config.model)
-        self.name = config.model if tiny is None else f"tiny-{tiny.family}"
+        self.name = config.model if tiny is None else f"tiny-{tiny.name}"
         """As commands take it."""
         self.family = family = trained_family(family_of(config.model, config.component).name)
         if isinstance(config.patch, str) and Path(config.patch).is_dir():

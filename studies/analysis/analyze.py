@@ -21,7 +21,6 @@ from torch import nn
 from mhla_diffusers import MHLAConfig, audit, is_patched, mhla_layers
 from mhla_diffusers.attention.layout import block_sizes
 from mhla_diffusers.auditing import TransformerCall, record_calls
-from mhla_diffusers.demo.matrices import each_attention_matrix, entropy, rank
 from mhla_diffusers.families import get_family
 from mhla_diffusers.files import write_json
 from mhla_diffusers.generation.pipelines import PipelineChoice
@@ -32,6 +31,7 @@ from mhla_diffusers.patching import (
 )
 from mhla_diffusers.reporting import require_matplotlib, text_table
 from mhla_diffusers.settings import Integer, check_value
+from studies.analysis.matrices import each_attention_matrix, entropy, rank
 
 LARGEST_GRID = 4096
 """Tokens up to which N x N matrices are formed."""

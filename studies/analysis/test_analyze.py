@@ -1,4 +1,4 @@
-"""The analysis of tiny pipelines, whose attention matrices tests/demo compares with what attention computes."""
+"""The analysis of tiny pipelines, whose attention matrices tests/studies compares with what attention computes."""
 
 import json
 

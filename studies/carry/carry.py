@@ -24,11 +24,11 @@ from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.similarity import psnr, ssim
 from mhla_diffusers.patching.call import held
 from mhla_diffusers.tiny import TINY, load_tiny
+from studies.adaptation.judging import Yardstick
 
 HERE = Path(__file__).parent
 POOLED = 1 / 32

@@ -28,10 +28,10 @@ from torch import nn
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.generation.similarity import psnr
 from mhla_diffusers.patching.residual import FIRST_FADING
 from mhla_diffusers.tiny import TINY, load_tiny
+from studies.adaptation.judging import Yardstick
 
 FILE = Path(__file__).parent / "second-difference.csv"
 DENSITY, SCENES = 0.05, 10

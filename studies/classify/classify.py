@@ -23,11 +23,11 @@ from transformers import get_cosine_schedule_with_warmup
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.auditing import TransformerCall
-from mhla_diffusers.demo.matrices import each_attention_matrix, entropy, rank
 from mhla_diffusers.files import write_json
 from mhla_diffusers.patching import register_mixing_clip
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, write_table
 from mhla_diffusers.tiny.digits import Digits, load_digits
+from studies.analysis.matrices import each_attention_matrix, entropy, rank
 
 SIZE, PATCH, DIGIT = 64, 8, 16
 """Pixels of a picture, a patch and a digit. Digits lie at multiples of a patch, so that a model learns in minutes."""

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from mhla_diffusers import SparseConfig, apply_mhla
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.demo.adaptation import digit_latents
-from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.tiny import TINY, load_tiny
+from studies.adaptation.adaptation import digit_latents
+from studies.adaptation.judging import Yardstick
 
 TINY_WAN = TINY["wan"]
 PATCHES = {"softmax": None, "sparse": SparseConfig(density=0.05, block_size=TINY_WAN.block_size, **NOTHING_DENSE)}

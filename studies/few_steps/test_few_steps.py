@@ -5,8 +5,8 @@ import csv
 import torch
 from few_steps import GUIDANCE, TINY_WAN, distil_guidance, guided, main, velocity
 
-from mhla_diffusers.demo.adaptation import digit_latents
 from mhla_diffusers.tiny import load_tiny
+from studies.adaptation.adaptation import digit_latents
 
 
 def test_every_pipeline_gets_a_row(tmp_path):

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import MHLAConfig, SparseConfig
 from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
-from mhla_diffusers.demo.adaptation import Adaptation
-from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.files import read_json, write_json, written_aside
 from mhla_diffusers.generation.pipelines import family_named
 from mhla_diffusers.reporting import write_table
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
+from studies.adaptation.adaptation import Adaptation
+from studies.adaptation.judging import Yardstick
 
 DENSITIES = (0.025, 0.05, 0.15, 0.25)
 SCENES = {"wan": 32, "dit": 200, "sana": 200}

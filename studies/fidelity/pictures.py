@@ -17,11 +17,11 @@ from fidelity import Row
 from mhla_diffusers import apply_mhla, audit
 from mhla_diffusers.auditing import draw_audit
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.demo.adaptation import Adaptation
-from mhla_diffusers.demo.judging import generate_scenes
 from mhla_diffusers.files import written_aside
 from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.tiny import TINY, load_tiny
+from studies.adaptation.adaptation import Adaptation
+from studies.adaptation.judging import generate_scenes
 
 FOLDER = Path("studies/fidelity")
 DENSITIES = (0.25, 0.15, 0.05, 0.025)

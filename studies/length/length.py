@@ -27,7 +27,6 @@ from scenes import Clips, ColourClassifier, Scenes, fine_detail, look, train_cla
 from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla
 from mhla_diffusers.benchmark import measure
 from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
-from mhla_diffusers.demo.adaptation import DIFFUSION
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.families import get_family, predict
@@ -35,6 +34,7 @@ from mhla_diffusers.files import check_writable, read_json, write_json, write_te
 from mhla_diffusers.patching import find_patched
 from mhla_diffusers.reporting import require_matplotlib, write_table
 from mhla_diffusers.training import ObjectiveWeights, TrainingConfig, ValidationConfig, begin_with, train
+from studies.adaptation.adaptation import DIFFUSION
 
 TEXT_DIM, DIGITS = 64, 3
 """Channels of a caption's words, and digits of a scene."""

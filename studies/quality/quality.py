@@ -1,9 +1,9 @@
 """What each kind of attention does to quality: the adapted patches of a tiny pipeline, judged on a CPU.
 
-python studies/quality/quality.py wan --scenes 100
-python studies/quality/quality.py wan --scenes 100 --adapted outputs/adapted-wan-2    # another seed of the adaptation
+python studies/quality/quality.py wan --scenes 48
+python studies/quality/quality.py wan --scenes 48 --adapted outputs/adapted-wan-2    # another seed of the adaptation
 
-Each attention of mhla_diffusers/demo/adaptation.py, adapted, generates the same scenes from the same noise, and so does
+Each attention of studies/adaptation/adaptation.py, adapted, generates the same scenes from the same noise, and so does
 the control: the pipeline's own attention, trained on for as long. Held-out loss, digits that the classifier recognises
 and Fréchet distance to the same scenes of real digits, each with its difference from the control and the 95 % interval
 of that difference, bootstrapped over the scenes. What is generated is kept, so a command goes on where it was stopped.
@@ -20,12 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mhla_diffusers import load_mhla
-from mhla_diffusers.demo.adaptation import ADAPTED_CONTROL, Adaptation, Variant, load_variant, variants
-from mhla_diffusers.demo.judging import Yardstick
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.files import write_json, write_text, written_aside
 from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
-from mhla_diffusers.tiny.loading import load_control
+from studies.adaptation.adaptation import ADAPTED_CONTROL, Adaptation, Variant, load_control, load_variant, variants
+from studies.adaptation.judging import Yardstick
 
 HELD_OUT = 64
 SCORES = {
@@ -60,7 +59,7 @@ def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> 
     """The pipeline with a patch that ships, or with one that ``tools/adapt_tiny.py`` made."""
     if adapted is None:
         return load_variant(tiny, variant)
-    pipe, folder = load_tiny(tiny.family), adapted / "patches" / f"tiny-{tiny.family}-{variant.short}"
+    pipe, folder = load_tiny(tiny.name), adapted / "patches" / f"tiny-{tiny.name}-{variant.short}"
     if variant.patch is None:
         load_control(pipe.transformer, folder / ADAPTED_CONTROL)
         return pipe
@@ -143,13 +142,13 @@ def table_of(results: dict[str, Any]) -> str:
 def main() -> None:
     """Generate, measure, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=list(TINY))
+    parser.add_argument("name", choices=list(TINY))
     parser.add_argument("--scenes", type=int, default=100)
     parser.add_argument("--adapted", type=Path, help="output of tools/adapt_tiny.py; what ships if left out")
     parser.add_argument("--only", nargs="+", help="such as sparse hybrid, beside the control; all if left out")
-    parser.add_argument("--output", type=Path, help="outputs/quality-<family> if left out")
+    parser.add_argument("--output", type=Path, help="outputs/quality-<name> if left out")
     arguments = parser.parse_args()
-    tiny = TINY[arguments.family]
+    tiny = TINY[arguments.name]
     known = [variant.short for variant in variants(tiny)]
     unknown = sorted(set(arguments.only or ()) - set(known))
     if unknown:
@@ -158,12 +157,12 @@ def main() -> None:
         parser.error(f"--scenes {arguments.scenes}: at least 2, to tell how they spread")
     if arguments.adapted is not None and not (arguments.adapted / "patches").is_dir():
         parser.error(f"--adapted {arguments.adapted}: no output of tools/adapt_tiny.py")
-    output: Path = arguments.output or Path("outputs") / f"quality-{tiny.family}"
+    output: Path = arguments.output or Path("outputs") / f"quality-{tiny.name}"
     chosen = [v for v in variants(tiny) if not arguments.only or v.short in ("control", *arguments.only)]
     pipelines: dict[str, Callable[[], Any]] = {
         variant.name: partial(open_variant, tiny, variant, arguments.adapted) for variant in chosen
     }
-    pipelines[f"{chosen[0].name}, as shipped"] = partial(load_tiny, tiny.family)
+    pipelines[f"{chosen[0].name}, as shipped"] = partial(load_tiny, tiny.name)
     results = judge(tiny, pipelines, arguments.scenes, output)
     write_text(table_of(results), output / "quality.md")
     write_json(results, output / "quality.json")

@@ -29,7 +29,7 @@ TINY_DIT, TINY_SANA, TINY_WAN = (str(pipeline_folder(family)) for family in ("di
 WAN_CALL = 'num_inference_steps=1, num_frames=6, height=64, width=64, max_sequence_length=10, output_type="latent"'
 WAN_SET = "--set num_inference_steps=1 --set num_frames=7 --set max_sequence_length=10"
 SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
-DIGITS = "--extractor mhla_diffusers.demo.judging:picture_features"
+DIGITS = "--extractor studies.adaptation.judging:picture_features"
 SHORT = "validation.samples=0 batch_size=1"
 
 FAMILIES = dict(families._FAMILIES)
@@ -112,14 +112,13 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
 
 ONLY_CHECKED: list[tuple[str, str]] = [
-    (r"^make ", "it would run these tests, or the demo for minutes"),
+    (r"^make ", "it would run these tests, or call tiny-wan for minutes"),
     (r"^\.ci/run", "it would run these tests"),
     (r"^git clone ", "readers put in the address of the page that they read"),
     (r"^pip (install|download|wheel) ", "it would change the environment, or download packages"),
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^torchrun ", "it takes eight GPUs; tests/patching/test_split.py runs it on two processes"),
     (r"^mhla tune path/or/hub-id ", "it reads a model of the Hub; tests/test_tune.py runs a tiny one"),
-    (r"^mhla demo ", "it takes minutes; tests/demo runs it"),
     (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""

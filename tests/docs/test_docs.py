@@ -35,7 +35,7 @@ CODE = [snippet for snippet in ALL if snippet.language in ("bash", "python")]
 def belongings(tmp_path_factory) -> Path:
     """What a reader has: a checkout, and files of their own."""
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("assets", "finetune", "mhla_diffusers", "patches", "pipelines", "tools", "LICENSE"):
+    for name in ("assets", "finetune", "mhla_diffusers", "patches", "pipelines", "studies", "tools", "LICENSE"):
         (folder / name).symlink_to(ROOT / name)
     write_prompts(folder)
     write_patches(folder)

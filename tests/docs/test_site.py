@@ -1,6 +1,5 @@
 """The README's size and numbers, links, and the site that is built of the pages."""
 
-import json
 import re
 
 import pytest
@@ -74,13 +73,3 @@ def test_links_lead_somewhere(page):
 def anchors(page):
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
-
-
-def test_tables_of_the_demo_are_what_it_measured():
-    rows = json.loads((ROOT / "assets/demo/results.json").read_text())["rows"]
-    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    losses = [f"{row['held_out_loss']:.4f}" for row in rows]
-    digits = [f"{row['digit_accuracy']:.0%}" for row in rows]
-    for row, loss, digit in zip(rows, losses, digits, strict=True):
-        others = f"{row['frechet_distance']:.1f} | {row['rank']:.1f} | {row['entropy']:.2f}"
-        assert f"| {row['name']} | {loss} | {digit} | {others} |" in results

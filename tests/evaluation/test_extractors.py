@@ -31,7 +31,7 @@ def test_extractors_that_are_not_there_are_refused(choice, weights, error, messa
 def test_the_extractor_of_digits_takes_mixed_sizes(tmp_path):
     mixed = write_pictures(tmp_path / "mixed", 4, size=64)
     write_pictures(mixed / "more", 2, size=48)
-    shown = mhla("eval", "fid", mixed, mixed, "--extractor", "mhla_diffusers.demo.judging:picture_features")
+    shown = mhla("eval", "fid", mixed, mixed, "--extractor", "studies.adaptation.judging:picture_features")
     assert "samples: 6" in shown.output, shown.exception
 
 

@@ -19,18 +19,17 @@ def files_in(folder, pattern):
 @pytest.mark.slow
 def test_how_fast_attentions_adapt(tmp_path, monkeypatch):
     script = load_script("studies/adaptation/compare.py", monkeypatch)
-    runs = [("diffusion", "softmax, trained on"), ("transfer first, gentle", "MHLA auto:2/3")]
+    runs = [("diffusion", "softmax, trained on"), ("transfer first", "MHLA hybrid 2/3")]
     monkeypatch.setitem(script.TABLES, "recipes", runs)
-    small = ("--samples", 5, "--held-out", 1, "--batch-size", 1, "--timing-seconds", 0.01)
-    asked = ("recipes", "--output", tmp_path, *small, "--steps", 1, "--transfer-steps", 1, "--seeds", 1, 2)
+    small = ("--samples", 5, "--held-out", 1, "--steps", 1, "--transfer-steps", 1)
+    asked = ("recipes", "--output", tmp_path, *small)
     run_script(script, monkeypatch, *asked)
     with (tmp_path / "recipes.csv").open() as file:
         header, *rows = csv.reader(file)
-    assert header == ["losses", "attention", "untrained", "0", "ms forward+backward"]
+    assert header == ["losses", "attention", "0"]
     assert [(row[0], row[1]) for row in rows] == runs
-    assert all(" ± " in row[2] for row in rows), "of two seeds"
     kept = files_in(tmp_path, "*/metrics.jsonl")
-    assert len(kept) == 2 * len(runs)
+    assert len(kept) == len(runs)
     run_script(script, monkeypatch, *asked)
     assert files_in(tmp_path, "*/metrics.jsonl") == kept
 
@@ -121,13 +120,13 @@ def test_the_interval_of_a_frechet_distance_covers_the_truth_although_few_sample
 
 
 def test_gap_is_that_between_linear_attention_and_the_control(tmp_path, monkeypatch):
-    script = load_script("studies/adaptation/gap.py", monkeypatch)
+    script = load_script("studies/adaptation/compare.py", monkeypatch)
     for seed, end in enumerate((2.0, 3.0)):
         for short, loss in (("control", 1.0), ("linear", 5.0), ("mhla", end)):
             folder = tmp_path / f"seed-{seed}" / "patches" / f"tiny-wan-{short}"
             folder.mkdir(parents=True)
-            curve = [[step, loss] for step in script.COLUMNS.values()]
+            curve = [[step, loss] for step in script.GAPS.values()]
             (folder / script.ADAPTED_RECORD).write_text(json.dumps({"held-out loss by update": curve}))
-    run_script(script, monkeypatch, "wan", tmp_path / "seed-0", tmp_path / "seed-1", "--output", tmp_path)
+    run_script(script, monkeypatch, "gap", tmp_path / "seed-0", tmp_path / "seed-1", "--output", tmp_path)
     mhla = (tmp_path / "gap.md").read_text().splitlines()[-1]
     assert mhla.startswith("| MHLA | 2.5000 ± 0.7071 |") and "62.5 ± 17.7 %" in mhla

@@ -91,7 +91,7 @@ def test_real_clips_are_encoded_trained_on_generated_and_scored(tmp_path: Path) 
     clip = ("--set", "num_frames=9", "--set", "height=48", "--set", "width=64", "--set", "num_inference_steps=2")
     mhla(*generate, "--model", model, "--patch", tmp_path / "run/result", *clip, "--device", "cpu")
     assert len(list(made.glob("*.mp4"))) == 2
-    features = ("--extractor", "mhla_diffusers.demo.judging:picture_features")
+    features = ("--extractor", "studies.adaptation.judging:picture_features")
     score = re.search(r"fid: (\S+)", mhla("eval", "fid", made, real, *features))
     assert score is not None
     assert float(score[1]) > 0

@@ -34,11 +34,12 @@ def test_unknown_splits_and_captions_without_digits_are_refused(read, given, nam
 @pytest.mark.parametrize("family", TINY)
 def test_scene_is_a_function_of_its_seed(family):
     digits = load_digits("train")
-    scene = TINY[family].random_scene(random.Random(3))
-    first, again, other = (compose(scene, digits, TINY[family].digit_size, seed) for seed in (1, 1, 2))
+    tiny = TINY[family]
+    scene = tiny.random_scene(random.Random(3))
+    first, again, other = (tiny.draw(scene, digits, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert first.shape == (FRAMES if TINY[family].is_video else 1, 64, 64)
+    assert first.shape == (FRAMES if tiny.is_video else 1, tiny.picture_size, tiny.picture_size)
     assert first.min() >= 0
     assert first.max() <= 1
 
@@ -51,8 +52,8 @@ def test_captions_read_as_english():
 @pytest.mark.parametrize("motion", MOTIONS)
 def test_digits_move_as_the_caption_says_and_stay_in_their_fields(motion):
     scene = Scene((5, 2), motion)
-    clip = compose(scene, load_digits("train"), 24, seed=4)
-    for field in scene.fields():
+    clip = compose(scene, load_digits("train"), 24, seed=4, side=64)
+    for field in scene.fields(64):
         centre = locate(clip, field)
         moved = centre[-1] - centre[0]
         if motion in ("up", "down"):

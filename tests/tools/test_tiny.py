@@ -8,14 +8,15 @@ from statistics import fmean
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mhla_diffusers import config, load_mhla
-from mhla_diffusers.demo import adaptation
-from mhla_diffusers.demo.judging import generate_scenes, load_classifier
 from mhla_diffusers.patching import find_patched
 from mhla_diffusers.tiny import TINY, load_tiny, loading
 from mhla_diffusers.tiny.digits import load_digits
 from mhla_diffusers.training import TrainingConfig
+from studies.adaptation import adaptation
+from studies.adaptation.judging import generate_scenes, load_classifier
 
 from ..scripts import CONFIGS, load_script, run_script
 
@@ -127,8 +128,9 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     monkeypatch.setattr(script, "SAMPLES", 16)
     for name in ("TRANSFER_STEPS", "END_TO_END_STEPS"):
         monkeypatch.setattr(adaptation, name, 1)
-    shipped = tmp_path / "patches"
+    shipped, control = tmp_path / "patches", tmp_path / "control.safetensors"
     shipped.mkdir()
+    monkeypatch.setattr(script, "control_file", lambda _: control)
     monkeypatch.setattr(script, "patch_folder", lambda: shipped)
     monkeypatch.setattr(config, "patch_folder", lambda: shipped)
     shutil.copytree(Path(loading.__file__).parent / "assets" / "tiny-dit", assets / "tiny-dit")
@@ -146,8 +148,8 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     assert config.adapted_patch_names() == ["tiny-dit-sparse"]
     (patched,) = find_patched(load_mhla(load_tiny("dit"), "tiny-dit-sparse")).values()
     assert len(patched.chosen) == 4
-    trained, before = (load_tiny("dit", control=wanted).transformer.state_dict() for wanted in (True, False))
-    changed = {name for name, tensor in trained.items() if not torch.equal(tensor, before[name])}
+    before = load_tiny("dit").transformer.state_dict()
+    changed = {name for name, tensor in load_file(control).items() if not torch.equal(tensor, before[name])}
     assert changed and all(".attn1." in name for name in changed)
 
 

@@ -1,7 +1,7 @@
 """The attentions that are compared on a tiny pipeline, how each adapts, and its held-out loss.
 
 Every variant starts from the same trained weights, sees the same data and noise, and is measured on the same held-out
-scenes: in the demo, in ``tools/adapt_tiny.py``, which makes the patches that ship, and in ``studies/``.
+scenes: in the studies, and in ``tools/adapt_tiny.py``, which makes the patches that ship.
 """
 
 import random
@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
-from ..config import NOTHING_DENSE, LinearConfig, MHLAConfig, PatchConfig, SparseConfig
-from ..families import NoisedBatch, Sample, trained_family
-from ..generation.pipelines import family_named
-from ..patching import apply_mhla, find_patched, load_mhla
-from ..tiny import TinyPipeline, load_tiny
-from ..tiny.digits import Split, compose, load_digits, to_rgb
-from ..training import (
+from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla, load_mhla
+from mhla_diffusers.config import NOTHING_DENSE, LinearConfig, PatchConfig
+from mhla_diffusers.families import Sample, trained_family
+from mhla_diffusers.generation.pipelines import family_named
+from mhla_diffusers.patching import find_patched
+from mhla_diffusers.tiny import TinyPipeline, load_tiny
+from mhla_diffusers.tiny.digits import Split, load_digits, to_rgb
+from mhla_diffusers.training import (
     InMemoryData,
     ObjectiveWeights,
     TrainingConfig,
@@ -27,8 +30,8 @@ from ..training import (
     read_metrics,
     train,
 )
-from ..training.data.batches import NoisedBatches, stack_samples
-from ..training.validation import validation_loss
+from mhla_diffusers.training.data.batches import NoisedBatches
+from mhla_diffusers.training.validation import validation_loss
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the tiny pipelines were trained with, alone."""
@@ -91,12 +94,23 @@ def runs_of(variant: Variant, tiny: TinyPipeline) -> tuple[dict[str, Any], ...]:
     return {**common, **transfer}, {**common, **distillation, "scheduler": "cosine"}
 
 
-def load_variant(tiny: TinyPipeline, variant: Variant, device: str = "cpu") -> Any:
+def control_file(tiny: TinyPipeline) -> Path:
+    """Return the file of the control: the weights that differ from the pipeline's, in float16."""
+    return Path(__file__).with_name(f"tiny-{tiny.name}-{ADAPTED_CONTROL}")
+
+
+def load_control(transformer: nn.Module, file: Path) -> None:
+    """Load the weights of a control into the transformer of its tiny pipeline."""
+    transformer.load_state_dict({**transformer.state_dict(), **load_file(file)})
+
+
+def load_variant(tiny: TinyPipeline, variant: Variant) -> Any:
     """Load the pipeline with an adapted patch that ships, or as the control."""
-    pipe = load_tiny(tiny.family, device, control=variant.patch is None)
-    if variant.patch is not None:
-        load_mhla(pipe, f"tiny-{tiny.family}-{variant.short}")
-    return pipe
+    pipe = load_tiny(tiny.name)
+    if variant.patch is None:
+        load_control(pipe.transformer, control_file(tiny))
+        return pipe
+    return load_mhla(pipe, f"tiny-{tiny.name}-{variant.short}")
 
 
 @torch.no_grad()
@@ -120,7 +134,7 @@ def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, se
         chance, digits = random.Random(f"{seed} {split}"), load_digits(split)
         for start in range(0, count, _BATCH):
             scenes = [tiny.random_scene(chance) for _ in range(min(_BATCH, count - start))]
-            pictures = [compose(scene, digits, tiny.digit_size, chance.randrange(2**32)) for scene in scenes]
+            pictures = [tiny.draw(scene, digits, chance.randrange(2**32)) for scene in scenes]
             pixels = torch.stack([to_rgb(picture) for picture in pictures])
             latents = family.training.encode_pixels(pipe, pixels.to(pipe.vae.device)).cpu()
             for scene, own in zip(scenes, latents, strict=True):
@@ -131,26 +145,16 @@ def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, se
 class Adaptation:
     """What the variants of a comparison have in common: data, held-out data, and settings of the training loop.
 
-    The held-out loss is measured after every ``validate_every`` updates. Variants are measured on ``device``; the
-    training loop chooses its own.
+    The held-out loss is measured after every ``validate_every`` updates.
     """
 
-    def __init__(
-        self,
-        tiny: TinyPipeline,
-        samples: int,
-        held_out: int,
-        seed: int = 1,
-        validate_every: int = 1,
-        device: str = "cpu",
-    ) -> None:
-        self.tiny, self.held_out, self.seed, self.device = tiny, held_out, seed, device
-        self.validate_every = validate_every
-        self.data = digit_latents(load_tiny(tiny.family, device), tiny, samples, held_out, seed)
+    def __init__(self, tiny: TinyPipeline, samples: int, held_out: int, seed: int = 1, validate_every: int = 1) -> None:
+        self.tiny, self.held_out, self.seed, self.validate_every = tiny, held_out, seed, validate_every
+        self.data = digit_latents(load_tiny(tiny.name), tiny, samples, held_out, seed)
 
     def patched(self, patch: PatchConfig | None) -> Any:
         """Return a fresh pipeline, patched; unpatched for None."""
-        pipe = load_tiny(self.tiny.family, self.device)
+        pipe = load_tiny(self.tiny.name)
         return pipe if patch is None else apply_mhla(pipe, patch)
 
     def config(self, patch: str | PatchConfig | None, output: Path, **changes: Any) -> TrainingConfig:
@@ -180,28 +184,20 @@ class Adaptation:
                 config = self.config(patch, folder, **{**settings, **changes})
                 train(pipe.transformer, self.data, config, resume="latest")
             patch = str(folder / "result")
-            pipe.transformer = begin_with(folder / "result", load_tiny(self.tiny.family, self.device).transformer)
+            pipe.transformer = begin_with(folder / "result", load_tiny(self.tiny.name).transformer)
         config = self.config(patch, output, **{**last, **changes})
         train(pipe.transformer, self.data, config, resume="latest")
-        pipe.transformer.to(self.device).eval()
+        pipe.transformer.to("cpu").eval()
 
     def held_out_losses(self, pipe: Any) -> list[float]:
         """Return the training loss of every held-out sample."""
-        transformer, device, count = pipe.transformer, torch.device(self.device), self.held_out
+        transformer, count = pipe.transformer, self.held_out
         process = trained_family(transformer).training.process(transformer, _FLOW_SHIFT)
         # only the data's split, the seed and the timesteps of the settings are read
         settings = self.config(None, Path(), steps=1, learning_rate=1e-4, trainable="all", objectives=DIFFUSION)
-        parts = [NoisedBatches(self.data, process, settings, device, index, count) for index in range(count)]
+        cpu = torch.device("cpu")
+        parts = [NoisedBatches(self.data, process, settings, cpu, index, count) for index in range(count)]
         return [float(validation_loss(transformer, part)) for part in parts]
-
-    def batch(self, transformer: Any, samples: Sequence[int], quantiles: torch.Tensor) -> NoisedBatch:
-        """Return some samples of the data with always the same noise, at (B,) quantiles of the timesteps."""
-        stacked = stack_samples([self.data[index] for index in samples])
-        conditioning = {name: tensor.to(self.device) for name, tensor in stacked.items()}
-        latents = conditioning.pop("latents")
-        noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0)).to(self.device)
-        process = trained_family(transformer).training.process(transformer, _FLOW_SHIFT)
-        return process.make_batch(latents, noise, quantiles.to(self.device), conditioning)
 
 
 def held_out_curve(run: Path) -> list[tuple[int, float]]:

@@ -1,20 +1,19 @@
 """Judge generated digits: a small classifier says whether a digit is the one that was asked for."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ..evaluation.metrics import frechet_distance
-from ..families import trained_family
-from ..tiny import TINY, TinyPipeline
-from ..tiny.digits import PICTURE_SIZE, Scene, compose, crop, load_digits
-from ..tiny.loading import ASSET_FOLDER
+from mhla_diffusers.evaluation.metrics import frechet_distance
+from mhla_diffusers.families import trained_family
+from mhla_diffusers.tiny import TINY, TinyPipeline
+from mhla_diffusers.tiny.digits import Scene, crop, load_digits
 
-CLASSIFIER_FILE = ASSET_FOLDER / "classifier.safetensors"
-_WHOLE = (0, PICTURE_SIZE, 0, PICTURE_SIZE)
+CLASSIFIER_FILE = Path(__file__).with_name("classifier.safetensors")
 _BATCH = 10
 """Scenes that are generated at a time."""
 
@@ -44,8 +43,8 @@ class DigitClassifier(nn.Module):
 
     @torch.no_grad()
     def recognised(self, picture: torch.Tensor, scene: Scene, size: int) -> torch.Tensor:
-        """Whether each digit of each frame (F, 64, 64) is taken for what the scene names: bool (digits, F)."""
-        found = [self(crop(picture, field, size)).argmax(dim=1) for field in scene.fields()]
+        """Whether each digit of each frame (F, S, S) is taken for what the scene names: bool (digits, F)."""
+        found = [self(crop(picture, field, size)).argmax(dim=1) for field in scene.fields(picture.shape[-1])]
         return torch.stack(found) == torch.tensor(scene.labels)[:, None]
 
 
@@ -59,7 +58,7 @@ def load_classifier() -> DigitClassifier:
 def generate_scenes(
     pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], seed: int, **settings: Any
 ) -> list[torch.Tensor]:
-    """Generate pictures of scenes with a tiny pipeline, patched or not: (1, 64, 64) each, or (9, 64, 64) of a clip.
+    """Generate pictures of scenes with a tiny pipeline, patched or not: (1, S, S) each, or (F, S, S) of a clip.
 
     Values are in [0, 1]. ``seed`` is of the first scene's noise, and the next scene has the next one; ``settings``
     replace those that the pipeline was trained for.
@@ -71,7 +70,7 @@ def generate_scenes(
         prompts = [tiny.prompt(scene) for scene in scenes[start : start + _BATCH]]
         generators = [torch.Generator().manual_seed(seed + start + place) for place in range(len(prompts))]
         output = torch.as_tensor(family.calling.call(pipe, prompts, generators, output_type="np", **arguments))
-        pictures += output.mean(dim=-1).view(len(prompts), -1, PICTURE_SIZE, PICTURE_SIZE).unbind()
+        pictures += output.mean(dim=-1).view(len(prompts), -1, *(tiny.picture_size,) * 2).unbind()
     return pictures
 
 
@@ -80,8 +79,8 @@ class Yardstick:
 
     def __init__(self, tiny: TinyPipeline, scenes: Sequence[Scene], seed: int) -> None:
         self.tiny, self.scenes, self.seed, self.classifier = tiny, scenes, seed, load_classifier()
-        digits, size = load_digits("held-out"), tiny.digit_size
-        self.real = [compose(scene, digits, size, seed + place) for place, scene in enumerate(scenes)]
+        digits = load_digits("held-out")
+        self.real = [tiny.draw(scene, digits, seed + place) for place, scene in enumerate(scenes)]
         """The same scenes, composed of real digits."""
 
     def generate(self, pipe: Any, **settings: Any) -> list[torch.Tensor]:
@@ -102,7 +101,7 @@ class Yardstick:
         """Return for every scene the classifier's features of its digits: (digits · F, 64)."""
         found, size = [], self.tiny.digit_size
         for picture, scene in zip(pictures, self.scenes, strict=True):
-            crops = torch.cat([crop(picture, field, size) for field in scene.fields()])
+            crops = torch.cat([crop(picture, field, size) for field in scene.fields(picture.shape[-1])])
             found.append(self.classifier.features(crops[:, None]))
         return found
 
@@ -115,30 +114,33 @@ def picture_features(images: torch.Tensor) -> torch.Tensor:
     """Extract the classifier's features (B, 64) of pictures with one digit, for ``mhla eval fid``.
 
     Takes uint8 images (B, 3, H, W), or videos (B, F, 3, H, W), whose features are the means over their frames. Sizes
-    other than the 64x64 of the tiny pipelines are brought to that.
+    other than that of tiny-dit are brought to it.
     """
+    tiny = TINY["dit"]
+    size = tiny.picture_size
     grey = images.float().mean(dim=-3).flatten(0, -3) / 255
-    if grey.shape[1:] != (PICTURE_SIZE, PICTURE_SIZE):
-        grey = nn.functional.interpolate(grey[:, None], (PICTURE_SIZE,) * 2, mode="bilinear", antialias=True)[:, 0]
+    if grey.shape[1:] != (size, size):
+        grey = nn.functional.interpolate(grey[:, None], (size, size), mode="bilinear", antialias=True)[:, 0]
     with torch.no_grad():
-        features = load_classifier().features(crop(grey, _WHOLE, TINY["dit"].digit_size)[:, None])
+        features = load_classifier().features(crop(grey, (0, size, 0, size), tiny.digit_size)[:, None])
     return features.view(len(images), -1, features.shape[1]).mean(dim=1)
 
 
 def digit_shown(images: Sequence[torch.Tensor], texts: Sequence[str]) -> torch.Tensor:
     """Return the share of the digits asked for that the classifier recognises: (B,), for ``mhla eval compare``.
 
-    Images are uint8, each (3, 64, 64) or (F, 3, 64, 64), as the tiny pipelines make them; texts name the class for the
+    Images are uint8, each (3, S, S) or (F, 3, S, S), as the tiny pipelines make them; texts name the class for the
     tiny DiT pipeline, or are captions. ValueError for a caption without a digit word, or pictures of another size.
     """
     classifier, parts = load_classifier(), []
     for image, text in zip(images, texts, strict=True):
-        if image.shape[-2:] != (PICTURE_SIZE, PICTURE_SIZE):
+        sized = [tiny for tiny in TINY.values() if image.shape[-2:] == (tiny.picture_size, tiny.picture_size)]
+        if not sized:
             raise ValueError(
-                f"The picture of {text!r} has {image.shape[-2]}x{image.shape[-1]} pixels; the classifier takes "
-                f"{PICTURE_SIZE}x{PICTURE_SIZE}, the size of the tiny pipelines."
+                f"The picture of {text!r} has {image.shape[-2]}x{image.shape[-1]} pixels, which is not the size of a "
+                "tiny pipeline; the classifier judges theirs alone."
             )
-        tiny, scene = next((tiny, scene) for tiny in TINY.values() if (scene := tiny.scene(text)) is not None)
-        picture = image.float().mean(dim=-3).view(-1, PICTURE_SIZE, PICTURE_SIZE) / 255
+        tiny, scene = next((tiny, scene) for tiny in sized if (scene := tiny.scene(text)) is not None)
+        picture = image.float().mean(dim=-3).view(-1, *image.shape[-2:]) / 255
         parts.append(float(classifier.recognised(picture, scene, tiny.digit_size).double().mean()))
     return torch.tensor(parts)

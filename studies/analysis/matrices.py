@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import SparseCall, reference_weights
-from ..attention.rope import rotated
-from ..auditing import TransformerCall
-from ..config import SparseConfig
-from ..errors import check_names
-from ..families import AttentionInputs, get_family
-from ..patching import find_patched
-from ..patching.layer import layer_of
+from mhla_diffusers.attention import SparseCall, reference_weights
+from mhla_diffusers.attention.rope import rotated
+from mhla_diffusers.auditing import TransformerCall
+from mhla_diffusers.config import SparseConfig
+from mhla_diffusers.errors import check_names
+from mhla_diffusers.families import AttentionInputs, get_family
+from mhla_diffusers.patching import find_patched
+from mhla_diffusers.patching.layer import layer_of
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""
@@ -76,9 +76,9 @@ def _matrix(attn: Any, given: AttentionInputs, transformer: nn.Module, name: str
     return scores.softmax(dim=-1)
 
 
-def rank(matrix: torch.Tensor, tolerance: float = RANK_TOLERANCE) -> float:
-    """Count singular values above ``tolerance`` times the largest, averaged over samples and heads of (B, H, N, N)."""
-    return float(torch.linalg.matrix_rank(matrix, rtol=tolerance).double().mean())
+def rank(matrix: torch.Tensor) -> float:
+    """Count singular values above 1e-4 of the largest, averaged over samples and heads of (B, H, N, N)."""
+    return float(torch.linalg.matrix_rank(matrix, rtol=RANK_TOLERANCE).double().mean())
 
 
 def entropy(matrix: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What the demo, the tools and the studies adapt with."""
+"""What the tools and the studies adapt with."""
 
 from statistics import fmean
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.demo.adaptation import DIFFUSION, Adaptation, held_out_curve, load_variant, runs_of, variants
 from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import TINY, load_tiny
 from mhla_diffusers.training import TrainingConfig
+from studies.adaptation.adaptation import DIFFUSION, Adaptation, held_out_curve, load_variant, runs_of, variants
 
 from ..scripts import CONFIGS
 

@@ -1,13 +1,13 @@
-"""Digits that are generated are judged by the classifier that ships with the package."""
+"""Digits that are generated are judged by the classifier of the studies."""
 
 import random
 
 import pytest
 import torch
 
-from mhla_diffusers.demo.judging import Yardstick, digit_shown, generate_scenes, load_classifier, picture_features
 from mhla_diffusers.tiny import TINY, load_tiny
-from mhla_diffusers.tiny.digits import Scene, compose, load_digits, parse_caption
+from mhla_diffusers.tiny.digits import Scene, load_digits, parse_caption
+from studies.adaptation.judging import Yardstick, digit_shown, generate_scenes, load_classifier, picture_features
 
 from ..refusals import refused
 
@@ -17,7 +17,8 @@ def test_pipeline_generates_the_digits_that_it_is_asked_for(family):
     tiny = TINY[family]
     yardstick = Yardstick(tiny, tiny.random_scenes(4 if tiny.is_video else 10, seed=7), seed=7)
     pictures = yardstick.generate(load_tiny(family))
-    assert all(picture.shape == (9 if tiny.is_video else 1, 64, 64) for picture in pictures)
+    shape = 9 if tiny.is_video else 1, tiny.picture_size, tiny.picture_size
+    assert all(picture.shape == shape for picture in pictures)
     # by far more often than chance, 0.1
     assert yardstick.accuracy(pictures) >= 0.3
     assert yardstick.accuracy(yardstick.real) >= 0.9
@@ -66,7 +67,7 @@ def as_image(picture):
 )
 def test_recognised_digits_are_counted(family, text, wrong, part):
     scene = Scene((int(text),)) if text.isdigit() else parse_caption(text)
-    image = as_image(compose(scene, load_digits("held-out"), TINY[family].digit_size, seed=1))
+    image = as_image(TINY[family].draw(scene, load_digits("held-out"), seed=1))
     assert digit_shown([image, image], [text, wrong]).tolist() == pytest.approx([1.0, part], abs=0.1)
 
 
