@@ -1,6 +1,6 @@
 """The model families that can be patched: a table of facts, and what reads it."""
 
-import copyreg
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .inputs import Condition, Inputs, Kwargs, Sample
 from .mhla import AttentionAdapter, AttentionInputs, imported
 from .models import Clip, Model
 from .processes import DiffusionProcess, FlowMatching, LearnedVarianceDDPM, NoisedBatch
-from .refused import by_grid, why_refused
+from .refused import why_refused
 from .table import FAMILIES
 from .training import Training
 
@@ -24,8 +24,6 @@ _FAMILIES: dict[str, Family] = {family.name: family for family in FAMILIES}
 
 def register_family(family: Family) -> None:
     """Make a family known to ``apply_mhla``, in the place of an earlier version for the same transformers."""
-    if not isinstance(family, Family):
-        raise ValueError(f"family={family!r} must be a mhla_diffusers.families.Family; see docs/models.md for one.")
     for name, value in (("transformers", family.transformers), ("block_lists", family.block_lists)):
         if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):
             raise ValueError(f"{name}={value!r} of {family.name!r} must be a tuple of names, such as ({value!r},).")
@@ -51,59 +49,23 @@ def find_family(transformer: Any) -> Family | None:
     if isinstance(transformer, str):
         named = (family for family in families() if transformer in family.transformers)
         return _FAMILIES.get(transformer) or next(named, None)
-    found = _families_by_name(transformer)
-    return next((family for family, is_own in found if is_own or not _lacking(family, transformer)), None)
-
-
-def _families_by_name(transformer: Any) -> list[tuple[Family, bool]]:
-    found = {
-        family.name: (family, cls.__module__.split(".")[0] == family.library.split(".")[0])
-        for cls in reversed(_class_of(transformer).__mro__)
-        for family in families()
-        if cls.__name__ in family.transformers
-    }
-    return sorted(found.values(), key=lambda one: not one[1])
-
-
-def _lacking(family: Family, transformer: Any) -> str:
-    """Say which of a family's attentions a model lacks; empty if it has all, or is a class."""
-    if isinstance(transformer, type):
-        return ""
-    try:
-        attentions = family.self_attentions(transformer)
-        for attn in attentions.values():
-            family.heads(attn)
-    except AttributeError as error:
-        return str(error)
-    return "" if attentions else f"no {' or '.join(family.attentions)} in {' or '.join(family.block_lists)}"
+    classes = _class_of(transformer).__mro__
+    found = [(one, cls) for cls in classes for one in families() if cls.__name__ in one.transformers]
+    own = (one for one, cls in found if cls.__module__.split(".")[0] == one.library.split(".")[0])
+    alike = (one for one, _ in found if isinstance(transformer, type) or one.self_attentions(transformer))
+    return next(chain(own, alike), None)
 
 
 def get_family(transformer: Any) -> Family:
     """Return the family of a transformer, as :func:`find_family`; ValueError if there is none."""
     family = find_family(transformer)
-    if family is None and hasattr(transformer, "components"):
-        raise ValueError(f"{type(transformer).__name__} is a pipeline; give its transformer, such as pipe.transformer.")
     if family is None:
         kind = transformer if isinstance(transformer, str) else _class_of(transformer)
-        name = repr(kind) if isinstance(kind, str) else kind.__name__
-        if gone := where_it_went(kind if isinstance(kind, str) else kind.__name__):
-            raise ValueError(f"{name} is not a family of the package any more.{gone}")
-        for named, _ in [] if isinstance(kind, str) else _families_by_name(transformer):
-            raise ValueError(
-                f"This {name} comes from {kind.__module__} and differs from {named.library}'s class of that name "
-                f"({_lacking(named, transformer)}). Load it with {named.library}, or add a family with "
-                "register_family() (docs/models.md)."
-            )
-        raise ValueError(f"{name} has no family; {supported_instead(kind)}")
+        name = kind if isinstance(kind, str) else kind.__name__
+        if gone := where_it_went(name):
+            raise ValueError(f"{name!r} is not a family of the package any more.{gone}")
+        raise ValueError(f"{name!r} has no family; {supported_instead(kind)}")
     return family
-
-
-def _pickled(family: Family) -> Any:
-    """A registered family is pickled by name, so that a copied model keeps it; another one by its facts."""
-    return (get_family, (family.name,)) if family.name in _FAMILIES else object.__reduce_ex__(family, 2)
-
-
-copyreg.pickle(Family, _pickled)
 
 
 def trained_family(transformer: Any) -> Family:
@@ -121,8 +83,6 @@ def supported_instead(kind: str | type) -> str:
     """Explain that a class, or the name of one, is not supported, and how it can be patched without a family."""
     if (reason := why_refused(kind)) is not None:
         return f"{reason}."
-    if (arguments := by_grid(kind)) is not None:
-        return f"patch it by its grid: apply_mhla(pipe, {arguments})."
     return (
         "patch it by its grid, apply_mhla(model, grid=...), or add a family with register_family(); docs/models.md "
         "shows both and lists the families."

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .grids import grid_of_size
 from .models import Clip, strides_of
 
 Kwargs = dict[str, Any]
@@ -28,18 +29,12 @@ class Calling:
         """Suffix of generated files: ``.mp4`` or ``.png``."""
         return ".mp4" if self.family.makes_videos else ".png"
 
-    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """Return the number of classes a pipeline was trained on, read without loading it; 0 if prompts are text."""
-        return 0
-
-    def check_class(self, index: Mapping[str, Any], config: Mapping[str, Any], prompt: str) -> None:
-        """Raise ValueError for a class that a pipeline does not have, read without loading it."""
-
-    def check_prompt(self, pipe: Any, prompt: str) -> None:
-        """Raise ValueError for a class that the model does not have."""
+    def classes(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, int], int]:
+        """Return label → class, and the number of classes, read without loading the pipeline; 0 if prompts are text."""
+        return {}, 0
 
     def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
-        """Return the argument of the pipeline's call that takes the prompts."""
+        """Return the argument of the pipeline's call that takes the prompts; ValueError for an unknown class."""
         return {"prompt": list(prompts)}
 
     def asked_frames(self, pipe: Any, frames: int) -> int:
@@ -57,7 +52,7 @@ class Calling:
         if self.family.axes == 3:
             frames = self.made_frames(pipe, clip.frames)
             size.insert(0, self.family.latent_frames(transformer.config, frames, temporal))
-        return self.family.grid_of_size(transformer, tuple(size))
+        return grid_of_size(transformer, tuple(size), self.family.patch)
 
     def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
         """Return the kwargs of the pipeline's call for frames and size, as far as it has them."""
@@ -72,13 +67,14 @@ class Calling:
         return {"guidance_scale": guidance}
 
     def begins_with_picture(self, pipe: Any, config: Any) -> bool:
-        """Whether a pipeline, or its class, takes a picture as a first latent frame without noise."""
-        return False
+        """Whether a pipeline, or its class, takes a picture as the first latent frame, not in channels of its own."""
+        is_beside = config.get("in_channels") != config.get("out_channels")
+        return self.family.makes_videos and takes_picture(pipe) and not is_beside
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **settings: Any) -> Any:
         """Generate one sample per prompt: a PIL image, or frames (F, H, W, 3) in [0, 1], unless ``output_type`` is set.
 
-        ``generators`` draw each sample's noise. ValueError if the pipeline needs more arguments, such as a picture.
+        ``generators`` draw each sample's noise.
         """
         usual = {"output_type": "np"} if self.family.makes_videos else {}  # some pipelines return PIL images by default
         arguments = {
@@ -88,20 +84,6 @@ class Calling:
             "generator": list(generators),
             **settings,
         }
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        missing = [
-            name
-            for name, parameter in inspect.signature(pipe.__call__).parameters.items()
-            if parameter.default is parameter.empty and parameter.kind in by_name and name not in arguments
-        ]
-        if "image" not in (*arguments, *missing) and self.begins_with_picture(pipe, pipe.transformer.config):
-            missing.append("image")
-        if missing:
-            raise ValueError(
-                f"{type(pipe).__name__} needs {', '.join(missing)} besides prompts. mhla generate takes a picture "
-                "(--image FILE); for other inputs call the pipeline in Python, and train on your own videos (mhla "
-                "encode)."
-            )
         guider = getattr(pipe, "guider", None)  # a component that takes the guidance in place of the pipeline
         if guider is not None and "guidance_scale" in arguments:
             pipe.guider = guider.new(guidance_scale=arguments.pop("guidance_scale"))
@@ -126,23 +108,6 @@ class WanCalling(Calling):
         return frames if frames % stride == 1 else frames // stride * stride + 1
 
 
-class ChronoEditCalling(WanCalling):
-    """With temporal reasoning the first steps denoise all frames, later ones only the first and the last."""
-
-    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
-        """Add temporal reasoning, which other frames than five need."""
-        return {**super().clip_arguments(pipe, clip), "enable_temporal_reasoning": clip.frames != 5}
-
-
-class WanAnimateCalling(WanCalling):
-    """The driving video determines the number of segments."""
-
-    def clip_arguments(self, pipe: Any, clip: Clip) -> Kwargs:
-        """Return the size, and frames of a segment."""
-        height, width = clip.sizes[0]
-        return {"height": height, "width": width, "segment_frame_length": clip.frames}
-
-
 class TrueGuidanceCalling(Calling):
     """Qwen-Image's pipeline guides only if it is given a negative prompt."""
 
@@ -151,29 +116,13 @@ class TrueGuidanceCalling(Calling):
         return {"true_cfg_scale": guidance, **({"negative_prompt": " "} if guidance > 1 else {})}
 
 
-class PictureCalling(Calling):
-    """Image-to-video by the pipeline's class, with the transformer of text-to-video, as of LTX-Video."""
-
-    def begins_with_picture(self, pipe: Any, config: Any) -> bool:
-        """Whether the pipeline is for image-to-video."""
-        return takes_picture(pipe)
-
-
-class HunyuanVideoCalling(Calling):
-    """Image-to-video by the transformer's kind."""
-
-    def begins_with_picture(self, pipe: Any, config: Any) -> bool:
-        """Whether it is the model that takes a picture as the first latent frame."""
-        return bool(config.get("image_condition_type") == "token_replace")
-
-
 class MiniMaxH3Calling(Calling):
     """A modular pipeline, which may lack the autoencoder."""
 
     def grid(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Take the stride from the pipeline."""
         sides = (side // pipe.vae_spatial_compression_ratio for side in clip.sizes[0])
-        return self.family.grid_of_size(transformer, (self.family.latent_frames(None, clip.frames, 1), *sides))
+        return grid_of_size(transformer, (self.family.latent_frames(None, clip.frames, 1), *sides), self.family.patch)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -182,20 +131,11 @@ class ClassCalling(Calling):
 
     prompts_are_classes: bool = True
 
-    def class_count(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-        """Return the labelled classes; all classes of the transformer if there are no labels."""
-        return len(index.get("id2label") or {}) or int(config["num_embeds_ada_norm"])
-
-    def check_class(self, index: Mapping[str, Any], config: Mapping[str, Any], prompt: str) -> None:
-        """Raise ValueError unless the pipeline has the class, one of the names that DiTPipeline reads."""
+    def classes(self, index: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, int], int]:
+        """Return the labels that DiTPipeline reads, and their classes, or without labels all of the transformer."""
         named = index.get("id2label") or {}
         labels = {name.strip(): int(label) for label, names in named.items() for name in names.split(",")}
-        if labels or "num_embeds_ada_norm" in config:  # else it is not a DiT, which loading says
-            class_label(prompt, labels, config.get("num_embeds_ada_norm", 0))
-
-    def check_prompt(self, pipe: Any, prompt: str) -> None:
-        """Raise ValueError unless the pipeline has the class."""
-        label_of(pipe, prompt)
+        return labels, len(named) or int(config["num_embeds_ada_norm"])
 
     def prompt_arguments(self, pipe: Any, prompts: Sequence[str]) -> Kwargs:
         """Give the classes as ``class_labels``."""
@@ -226,9 +166,8 @@ def class_label(prompt: str, labels: Mapping[str, int], count: int) -> int:
         label = labels.get(name, lower.get(name.lower()))
         if label is not None:
             return int(label)
-    names = sorted(labels)
-    more = f" and {len(names) - _SHOWN_LABELS} more" if len(names) > _SHOWN_LABELS else ""
-    or_name = f", or one of its labels: {', '.join(names[:_SHOWN_LABELS])}{more}" if names else "; it has no labels"
+    names = ", ".join(sorted(labels)[:_SHOWN_LABELS])
     raise ValueError(
-        f"{prompt!r} is not a class of this DiT; give a number from {min(numbers)} to {max(numbers)}{or_name}."
+        f"{prompt!r} is not a class of this DiT; give a number from {min(numbers)} to {max(numbers)}, or one of its "
+        f"{len(labels)} labels, such as: {names or 'none'}."
     )

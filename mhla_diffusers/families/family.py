@@ -35,10 +35,6 @@ def usual_latent_frames(config: Any, frames: int, stride: int) -> int:
     return (frames - 1) // stride + 1
 
 
-def _patchable(transformer: Any, config: PatchConfig) -> None:
-    return None
-
-
 @dataclass(kw_only=True, eq=False)
 class Family:
     """Facts of a family of transformers, for :func:`register_family`; sparse attention needs only the first of them."""
@@ -64,12 +60,12 @@ class Family:
     """Whether a mask with a row per query has the same row for all queries of the grid, like a mask of keys."""
     pads_behind_grid: bool = False
     """Whether the padding of shorter samples stands behind the grid: with a mask, grids begin at different tokens."""
+    refuses: tuple[str, ...] = ()
+    """Arguments of the forward that a patch does not take, such as those of reference pictures."""
     dispatches: bool = False
     """Whether the attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     computes: Literal["softmax", "linear"] = "softmax"
     """What the self-attentions compute without a patch."""
-    why_not_patched: Callable[[Any, PatchConfig], str | None] = _patchable
-    """Returns why a transformer cannot have these settings, and what to do instead; None if it can."""
 
     # Sizes and costs
 
@@ -203,19 +199,20 @@ class Family:
         """Return latents per token along each axis."""
         return self.patch or grids.patch_of(transformer, self.axes)
 
-    def grid_of_size(self, transformer: Any, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the token grid of latents of a size along each axis of the grid."""
-        return grids.grid_of_size(transformer, size, self.patch)
-
     def token_grid(self, transformer: Any, latents: Tensor) -> tuple[int, ...]:
-        """Return the token grid of latents (B, C, ...), as :meth:`grid_of_size`."""
-        return self.grid_of_size(transformer, tuple(latents.shape[-self.axes :]))
+        """Return the token grid of latents (B, C, ...); ValueError for frames that do not fill the last token."""
+        return grids.grid_of_size(transformer, tuple(latents.shape[-self.axes :]), self.patch)
 
     def tokens_of(self, transformer: Any, arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], Counts]:
         """Return token grid and extra tokens of a forward with these arguments; ValueError without a token."""
         name, kind = self.latents_name, type(transformer).__name__
         if name and arguments.get(name) is None:
             raise ValueError(f"{kind} was called without {name}, whose shape gives the token grid.")
+        if refused := [one for one in self.refuses if arguments.get(one) is not None]:
+            raise ValueError(
+                f"{kind} was called with {refused[0]}, which a patch does not support, such as reference pictures. Run "
+                "this pipeline without the patch: remove_mhla(pipe)."
+            )
         grid = tuple(map(int, self.grid(transformer, arguments)))
         if 0 in grid:
             raise ValueError(f"{name} of {kind} are too small for one token: the token grid is {grid}.")

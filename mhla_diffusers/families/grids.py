@@ -76,36 +76,14 @@ def each_frame(transformer: Any, arguments: Arguments) -> Grid:
     return grid_of_size(transformer, arguments["hidden_states"].shape[3:])
 
 
-def kandinsky(transformer: Any, arguments: Arguments) -> Grid:
-    """Latents are (B, F, H, W, C); ValueError for attention in another order of the tokens."""
-    if arguments.get("sparse_params") is not None:
-        raise ValueError(
-            "sparse_params select Kandinsky's own sparse attention (nabla), as in the 10-second models. Run this "
-            "pipeline without the patch: remove_mhla(pipe)."
-        )
+def channels_last(transformer: Any, arguments: Arguments) -> Grid:
+    """Latents are (B, F, H, W, C)."""
     return grid_of_size(transformer, arguments["hidden_states"].shape[1:-1])
 
 
-def cogview4(transformer: Any, arguments: Arguments) -> Grid:
-    """Latents are (B, C, H, W); ValueError for samples of several sizes in one row."""
-    others = sorted((arguments.get("attention_kwargs") or {}).keys() - {"scale"})
-    if others or isinstance(arguments.get("image_rotary_emb"), list):
-        raise ValueError(
-            f"attention_kwargs={others} and lists of RoPE tables pack samples of several sizes into one batch, which "
-            "a patch does not support. Run each size by itself, or call remove_mhla(transformer)."
-        )
-    return latents(transformer, arguments)
-
-
 def list_of_images(transformer: Any, arguments: Arguments) -> Grid:
-    """``x`` is a list of images (C, F, H, W); ValueError for several of a sample, of several sizes, or of a video."""
-    images, patch = arguments["x"], arguments.get("patch_size", 2)
-    if isinstance(images[0], list):
-        raise ValueError(
-            f"x has {len(images[0])} pictures per sample, but a patch supports one, unlike Z-Image-Omni. Run this "
-            "pipeline without the patch: remove_mhla(pipe)."
-        )
-    sizes = {tuple(image.shape[1:]) for image in images}
+    """``x`` is a list of images (C, 1, H, W); ValueError for several sizes."""
+    patch, sizes = arguments.get("patch_size", 2), {tuple(image.shape[1:]) for image in arguments["x"]}
     (frames, height, width), *others = sizes
     if others or frames != 1:
         raise ValueError(
@@ -132,8 +110,7 @@ def coordinates_or_numbers(transformer: Any, arguments: Arguments) -> Grid:
     """The grid is that of ``video_coords`` (B, 3, N), if given, else numbers."""
     if (coordinates := arguments.get("video_coords")) is None:
         return numbers(transformer, arguments)
-    grid = _grid_of_coordinates(coordinates)
-    return compiled_for(grid, lambda: _lie_on(grid, coordinates[0]))
+    return _compiled_for(_grid_of_coordinates(coordinates), coordinates[0].T)
 
 
 def image_shapes(transformer: Any, arguments: Arguments) -> Grid:
@@ -149,37 +126,34 @@ def image_shapes(transformer: Any, arguments: Arguments) -> Grid:
     return height, width
 
 
-# The grid is read from the places of tokens
+# The grid is read from the places of tokens: time, or number of the picture, row and column
 
 
 def image_ids(transformer: Any, arguments: Arguments) -> Grid:
-    """``img_ids`` (N, 3 or 4) or (B, N, 3 or 4) are picture, row and column of every token of one picture."""
-    for name in ("kv_cache_mode", "image_cond_hidden_states"):
-        if arguments.get(name) is not None:
-            raise ValueError(
-                f"{name} passes reference pictures, which a patch does not support. Run this pipeline without the "
-                "patch: remove_mhla(pipe)."
-            )
-    return grid_of_ids(arguments["img_ids"])
+    """``img_ids`` (N, 3 or 4) or (B, N, 3 or 4) are the places of every token of one picture."""
+    return _grid_of_ids(arguments["img_ids"], 0)
 
 
 def position_ids(transformer: Any, arguments: Arguments) -> Grid:
-    """``position_ids`` (N, 3) are those of the text, then picture, row and column of the image's tokens."""
-    return grid_of_ids(arguments["position_ids"], arguments["encoder_hidden_states"].shape[1])
+    """``position_ids`` (N, 3) are those of the text, then the places of the image's tokens."""
+    return _grid_of_ids(arguments["position_ids"], arguments["encoder_hidden_states"].shape[1])
+
+
+def _grid_of_ids(ids: Tensor, first: int) -> Grid:
+    places = ids[0] if ids.ndim == 3 else ids
+    return _compiled_for(_grid_from(ids, first), places)
 
 
 def ideogram4(transformer: Any, arguments: Arguments) -> Grid:
     """Every row ends in one image, whose places ``position_ids`` gives; ValueError for several images in a row."""
     places, *others = (arguments[name] for name in ("position_ids", "indicator", "segment_ids"))
-    grid = _grid_of_images(places, *others)
-    return compiled_for(grid, lambda: _lie_on((1, *grid), places[0].T))
+    return _compiled_for(_grid_of_images(places, *others), places[0])
 
 
 def minimax_h3(transformer: Any, arguments: Arguments) -> Grid:
     """The rows end in the generated video, whose places ``position_ids`` gives; ValueError for another layout."""
     places, *others = (arguments[name] for name in ("position_ids", "video_indices", "timestep_indices"))
-    grid = _grid_of_rows(places, *others)
-    return compiled_for(grid, lambda: _lie_on(grid, places.T))
+    return _compiled_for(_grid_of_rows(places, *others), places)
 
 
 # Reading values
@@ -212,98 +186,66 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def compiled_for(grid: tuple[int, ...], lie_on_it: Callable[[], Tensor]) -> tuple[int, ...]:
-    """Return the grid; a compiled graph checks in every call that the tokens still lie on it: bool ()."""
+def in_line(time: Tensor, row: Tensor, column: Tensor) -> Grid:
+    """Return frames, height and width, given which tokens share time, row and column with the first: bool (N,)."""
+    return tuple(torch.stack([(row & column).sum(), (time & column).sum(), (time & row).sum()]).tolist())
+
+
+def _compiled_for(grid: Grid, places: Tensor) -> Grid:
+    """Return the grid; a compiled graph checks in every call that the tokens still lie on it."""
     if torch.compiler.is_compiling():
-        torch._assert_async(lie_on_it(), "compiled for another token grid")
+        torch._assert_async(_lie_on(grid, places), "compiled for another token grid")
     return grid
 
 
-def grid_of_ids(ids: Tensor, first: int = 0) -> tuple[int, int]:
-    """Return the height and width of ids of one picture, which begin with token ``first``; see :func:`_grid_of_ids`."""
-    height, width = _grid_of_ids(ids, first)
-    compiled_for((height, width), lambda: (_lengths(ids, first) == ids.new_tensor([width, height])).all())
-    return height, width
+def _lie_on(grid: Grid, places: Tensor) -> Tensor:
+    """Whether the last tokens of places (N, 3 or more) are whole frames of a grid in raster order: bool ()."""
+    sizes = (1,) * (3 - len(grid)) + grid
+    time, row, column = places[len(places) - math.prod(grid) :, :3].T.unflatten(1, sizes)
+    return (time == time[:, :1, :1]).all() & (row == row[:1, :, :1]).all() & (column == column[:1, :1]).all()
 
 
-def _lengths(ids: Tensor, first: int) -> Tensor:
-    tokens = (ids[0] if ids.ndim == 3 else ids)[first:]
-    return (tokens == tokens[0]).sum(dim=0)[1:3]
-
-
-@read_once
-def _grid_of_ids(ids: Tensor, first: int) -> tuple[int, int]:
-    """Return height and width of ids (N, 3 or more) or (B, N, 3 or more), by the tokens of the first row and column."""
-    width, height = _lengths(ids, first).tolist()
-    if height * width != ids.shape[-2] - first:
+def _grid_of_places(places: Tensor, axes: int) -> Grid:
+    """Return the grid of all places (N, 3 or more), by those in line with the first; ValueError unless it is one."""
+    frames, *size = in_line(*(places[:, :3] == places[:1, :3]).T)
+    grid = tuple(size) if axes == 2 and frames == 1 else (frames, *size)
+    if len(grid) != axes or math.prod(grid) != len(places) or not (len(places) and _lie_on(grid, places)):
         raise ValueError(
-            f"The ids of {ids.shape[-2] - first} tokens ({width} in the first row, {height} in the first column) are "
-            "not one picture in raster order; a patch supports no reference pictures, as Flux Kontext and Flux.2 "
-            "pass them. Run this pipeline without the patch: remove_mhla(pipe)."
+            f"The places of {len(places)} tokens are not one token grid in raster order. A patch supports neither "
+            "reference pictures in the sequence, as of Flux Kontext, nor several samples: remove_mhla(pipe)."
         )
-    return height, width
+    return grid
 
 
 @read_once
-def _grid_of_coordinates(coordinates: Tensor) -> tuple[int, ...]:
+def _grid_from(ids: Tensor, first: int) -> Grid:
+    return _grid_of_places((ids[0] if ids.ndim == 3 else ids)[first:], axes=2)
+
+
+@read_once
+def _grid_of_coordinates(coordinates: Tensor) -> Grid:
     """Return the grid of coordinates (B, 3, N) from the first token of time 0 on; conditioning frames come before."""
-    places = coordinates[0].cpu()
-    at_zero = (places[0] == 0).nonzero()
-    grid = _grid_of_places(places[:, int(at_zero[0]) if len(at_zero) else places.shape[1] :])
-    if grid is None:
-        raise ValueError(
-            f"video_coords of {places.shape[1]} tokens are not a token grid; from the first token of time 0 they must "
-            "be whole frames in raster order, as in LTXConditionPipeline."
-        )
-    return grid
-
-
-def _grid_of_places(places: Tensor) -> tuple[int, ...] | None:
-    """Return the grid of tokens from their (3, N) times, rows and columns; None unless they are in raster order."""
-    width = _rising(places[2])
-    height = _rising(places[1, ::width])
-    grid = places.shape[1] // (height * width), height, width
-    return grid if 0 < places.shape[1] == math.prod(grid) and bool(_lie_on(grid, places)) else None
-
-
-def _lie_on(grid: tuple[int, ...], places: Tensor) -> Tensor:
-    """Whether the last tokens of places (3, N) are whole frames of a grid in raster order: bool ()."""
-    time, row, column = places[:, places.shape[1] - math.prod(grid) :].unflatten(1, grid)
-    rising = (row.diff(dim=1) > 0).all() & (column.diff(dim=2) > 0).all()
-    return rising & (time == time[:, :1, :1]).all() & (row == row[:1, :, :1]).all() & (column == column[:1, :1]).all()
-
-
-def _rising(values: Tensor) -> int:
-    """Return the length of the strictly increasing run at the start; at least 1."""
-    falls = (values.diff() <= 0).nonzero()
-    return int(falls[0]) + 1 if len(falls) else max(1, len(values))
+    places = coordinates[0].T.cpu()
+    at_zero = (places[:, 0] == 0).nonzero()
+    return _grid_of_places(places[int(at_zero[0]) if len(at_zero) else len(places) :], axes=3)
 
 
 @read_once
-def _grid_of_images(places: Tensor, indicator: Tensor, segments: Tensor) -> tuple[int, int]:
+def _grid_of_images(places: Tensor, indicator: Tensor, segments: Tensor) -> Grid:
     is_image = indicator == _IMAGE
-    tokens = int(is_image[0].sum())
-    image, own = places[:, places.shape[1] - tokens :], segments == segments[:, -1:]
-    grid = _grid_of_places(image[0].T)
-    fits = is_image[:, len(is_image[0]) - tokens :].all() & (is_image.sum(dim=1) == tokens).all()
-    if grid is None or grid[0] > 1 or not (fits & (image == image[0]).all() & (own | (indicator == 0)).all()):
+    first = places.shape[1] - int(is_image[0].sum())
+    fits = is_image[:, first:].all() & ~is_image[:, :first].any() & (places[:, first:] == places[0, first:]).all()
+    if not fits & ((segments == segments[:, -1:]) | (indicator == 0)).all():
         raise ValueError(
-            "Each row must have text and then one image in raster order, all of one size. Several samples packed "
-            "into a row cannot be patched: run one at a time, or call remove_mhla(transformer)."
+            "Each row must have text and then one image, all of one size. Several samples packed into a row cannot be "
+            "patched: run one at a time, or call remove_mhla(transformer)."
         )
-    return grid[1], grid[2]
+    return _grid_of_places(places[0, first:], axes=2)
 
 
 @read_once
-def _grid_of_rows(places: Tensor, video: Tensor, times: Tensor) -> tuple[int, ...]:
+def _grid_of_rows(places: Tensor, video: Tensor, times: Tensor) -> Grid:
     """Read the grid of the generated rows: last, without a gap, of one time; rows of given videos have another."""
     rows = torch.arange(len(places) - len(video), len(places), device=video.device)
     others = ((video != rows) | (times[video] != times[-1])).nonzero()
-    generated = places[int(others[-1]) + 1 - len(video) if len(others) else -len(video) :]
-    grid = _grid_of_places(generated.T)
-    if grid is None or len(generated[:, 0].unique()) < grid[0]:
-        raise ValueError(
-            "The sequence must end with one token grid in raster order, as MiniMax-H3's pipeline makes it. Several "
-            "videos in one sequence cannot be patched: run one at a time, or call remove_mhla(transformer)."
-        )
-    return grid
+    return _grid_of_places(places[int(others[-1]) + 1 - len(video) if len(others) else -len(video) :], axes=3)

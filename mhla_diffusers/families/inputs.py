@@ -71,8 +71,6 @@ class Inputs:
     def conditioning_shapes(self, config: Any) -> Sample:
         """Return what conditions a transformer of this configuration, on the meta device, without values."""
         conditions = self.conditions_of(config)
-        if not conditions:
-            raise undefined(self, "what conditions the model", "conditioning_shapes")
         return {one.name: torch.empty(one.sizes(config), dtype=one.dtype, device="meta") for one in conditions}
 
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
@@ -80,18 +78,14 @@ class Inputs:
 
         ``timestep`` is (B,), in the transformer's scale; for classes in :attr:`Family.times_per_frame` also (B, F).
         """
+        if timestep.ndim == 2:  # of frames: the time of each token
+            frames, *size = self.family.token_grid(transformer, latents)
+            timestep = timestep[:, :: timestep.shape[1] // frames].repeat_interleave(math.prod(size), dim=1)
         taken = pack(latents, self.family.patch_of(transformer)) if self.packs_latents else latents
         arguments = {"hidden_states": taken, "timestep": timestep}
         if self.guidance is not None and transformer.config.guidance_embeds:
             arguments["guidance"] = torch.full_like(timestep, self.guidance, dtype=latents.dtype)
         return {**arguments, **conditioning}
-
-    def times_of_tokens(self, transformer: Any, latents: Tensor, timestep: Tensor) -> Tensor:
-        """Repeat times of frames (B, F) for their tokens, (B, N); one time for all frames is unchanged."""
-        if timestep.ndim == 1:
-            return timestep
-        frames, height, width = self.family.token_grid(transformer, latents)
-        return timestep[:, :: timestep.shape[1] // frames].repeat_interleave(height * width, dim=1)
 
 
 class FluxInputs(Inputs):
@@ -128,11 +122,6 @@ class PixArtInputs(Inputs):
 
 class WanInputs(Inputs):
     """Wan's. Image-to-video may also take a vision encoder's embedding of the first frame."""
-
-    def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Pass times of frames per token, as Wan 2.2 TI2V-5B takes them."""
-        timestep = self.times_of_tokens(transformer, latents, timestep)
-        return super().arguments(transformer, latents, timestep, conditioning)
 
     def conditioning_shapes(self, config: Any) -> Sample:
         """Add ``encoder_hidden_states_image``, if the transformer takes it."""
@@ -180,8 +169,7 @@ class LTXInputs(Inputs):
     """LTX-Video's, with the grid as numbers."""
 
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
-        """Add the grid, RoPE's scale, and a time for every token where frames have times of their own."""
-        timestep = self.times_of_tokens(transformer, latents, timestep)
+        """Add the grid and RoPE's scale."""
         grid = self.family.token_grid(transformer, latents)
         size = dict(zip(("num_frames", "height", "width"), grid, strict=True))
         # the pipeline's scale at its usual 25 frames per second, with 8 frames and 32x32 pixels per latent
@@ -223,13 +211,6 @@ class QwenImageInputs(Inputs):
         shape = (1, *self.family.token_grid(transformer, latents))
         arguments = super().arguments(transformer, latents, timestep, conditioning)
         return {"img_shapes": [[shape]] * len(latents), **arguments}
-
-
-def undefined(part: Any, what: str, method: str) -> ValueError:
-    """Return the error about something that a part of a family does not define."""
-    return ValueError(
-        f"{type(part).__module__}.{type(part).__name__} does not define {what}; implement {method}() in a subclass."
-    )
 
 
 def pack(latents: Tensor, patch: Sequence[int]) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from ..attention.layout import Shape
 from ..attention.precision import autocast_type
 from ..attention.rope import Rotary, rotary_of_complex
+from .grids import Grid, in_line
 
 Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
@@ -20,6 +21,8 @@ Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _PLACES = ("hidden_states", "encoder_hidden_states", "attention_mask", "rotary_emb")
 _ACROSS_HEADS = "diffusers.models.transformers.sana_transformer.SanaAttnProcessor2_0"
 _FLOAT16_MAX = 65504.0
+_LAID_OUT: set[Grid] = set()
+"""Shapes of views whose coordinates were read, which waits for the device, and are that token grid."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class AttentionAdapter:
     """Self-attention over the tokens of the grid alone, as in Wan, SANA and DiT, read as diffusers' ``Attention``.
 
     Args:
-        class_path: end of the import path of the self-attentions' class, if no other family uses that class.
+        class_path: end of the import path of the self-attentions' class, which is Wan's or a copy of it.
         processor: import path of the self-attentions' processor, if not the default of their class.
         cross: import path of that of the cross-attentions, if the class's default or their norms do not give it.
     """
@@ -65,13 +68,24 @@ class AttentionAdapter:
         path = f".{type(attn).__module__}.{type(attn).__qualname__}"
         return self.class_path is not None and path.endswith(f".{self.class_path}")
 
-    def grid_of(self, attn: Any, rotary: Rotary) -> Shape | None:
-        """Return the token grid that RoPE's tables imply; None for another model, or no grid."""
-        return None
-
-    def heads(self, attn: Any) -> tuple[int, int]:
-        """Return the number of heads and head dim."""
-        return int(attn.heads), int(attn.inner_dim) // int(attn.heads)
+    def grid_of(self, attn: Any, rotary: Rotary) -> Grid | None:
+        """Return the token grid that Wan's tables of RoPE imply, each (1, N, 1, D); None for other attentions."""
+        sines: Any = rotary[1]
+        if not self.recognises(attn):
+            return None
+        # what the table is a view of, with an axis for each of the grid's
+        laid_out = tuple(sines._base.shape[:-1]) if sines._base is not None else ()
+        if laid_out in _LAID_OUT:
+            return laid_out
+        if not hasattr(sines, "token_grid"):  # all layers of a forward get the same table
+            # an axis has a third of the channels; that of frames also the remainder
+            height = 2 * (sines.shape[-1] // 6)
+            frames = sines.shape[-1] - 2 * height
+            # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
+            sines.token_grid = in_line(*(sines[0, :, 0, [0, frames, frames + height]] == 0).T)
+        grid: Grid = sines.token_grid
+        _LAID_OUT.update({grid} & {laid_out})
+        return grid
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Name the arguments of an attention's forward, or of its processor's call without the attention."""
@@ -114,45 +128,13 @@ class AttentionAdapter:
         if getattr(attn, "residual_connection", False):
             output = output + inputs.hidden_states
         factor = getattr(attn, "rescale_output_factor", 1.0)
-        return finite(output / factor if factor != 1 else output)
+        output = output / factor if factor != 1 else output
+        # as diffusers' own linear attention does: infinity would spread
+        return output.clip(-_FLOAT16_MAX, _FLOAT16_MAX) if output.dtype == torch.float16 else output
 
     def run(self, processor: Callable[..., Any], attn: Any, arguments: Arguments) -> Any:
         """Return value of the model's own processors."""
         return processor(attn, **arguments)
-
-
-class WanAdapter(AttentionAdapter):
-    """Wan's, and that of relatives with a copy of its class."""
-
-    def grid_of(self, attn: Any, rotary: Rotary) -> tuple[int, ...] | None:
-        """Read the grid from the sines."""
-        return grid_of_table(rotary[1]) if self.recognises(attn) else None
-
-
-_LAID_OUT: set[tuple[int, ...]] = set()
-"""Shapes of unflattened tables whose coordinates were checked to be the token grid."""
-
-
-def grid_of_table(table: Any) -> tuple[int, ...]:
-    """Return the token grid of RoPE's sines, (1, N, 1, D), read from the three coordinates of every token.
-
-    Once the coordinates of a view of (frames, height, width, D) have been checked, its shape is enough.
-    """
-    laid_out = tuple(table._base.shape[:-1]) if table._base is not None else None
-    if laid_out in _LAID_OUT:
-        return laid_out
-    if not hasattr(table, "token_grid"):  # all layers of a forward get the same table
-        # an axis has a third of the channels; that of frames also the remainder
-        height = 2 * (table.shape[-1] // 6)
-        frames = table.shape[-1] - 2 * height
-        # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
-        at_zero = table[0, :, 0, [0, frames, frames + height]] == 0
-        along = [at_zero[:, [axis for axis in range(3) if axis != counted]].all(dim=1).sum() for counted in range(3)]
-        table.token_grid = tuple(torch.stack(along).tolist())
-    if table.token_grid == laid_out:
-        _LAID_OUT.add(table.token_grid)
-    grid: tuple[int, ...] = table.token_grid
-    return grid
 
 
 def key_padding_mask(attention_mask: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
@@ -181,38 +163,28 @@ def key_weights(mask: torch.Tensor) -> torch.Tensor:
 
 
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
-    """Return query, key and value by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``."""
+    """Return query, key and value, (B, N, H, D), by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``, and normed."""
     if _is_fused(attn):
         fused = attn.to_qkv(hidden_states)
         of_keys = (fused.shape[-1] - int(attn.inner_dim)) // 2  # fewer than the queries' where heads share them
         projected = fused.split([int(attn.inner_dim), of_keys, of_keys], dim=-1)
     else:
         projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-    return _in_heads(attn, projected, getattr(attn, "norm_q", None), getattr(attn, "norm_k", None))
-
-
-def _in_heads(attn: Any, projected: tuple[torch.Tensor, ...], norm_query: Any, norm_key: Any) -> Projected:
-    """Bring (B, N, H * D) to (B, N, H, D); a norm across heads acts before the split, any other after it."""
     head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
 
-    def normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
+    def in_heads(x: torch.Tensor, norm: Any = None) -> torch.Tensor:
         weight = getattr(norm, "weight", None)
-        if weight is not None and weight.numel() == x.shape[-1]:
+        if weight is not None and weight.numel() == x.shape[-1]:  # a norm across heads
             return norm(x).unflatten(-1, (-1, head_dim))
         x = x.unflatten(-1, (-1, head_dim))
         return x if norm is None else norm(x)
 
     query, key, value = projected
     shared = query.shape[-1] // key.shape[-1]
-    key, value = normed(key, norm_key), normed(value, None)
+    key, value = in_heads(key, getattr(attn, "norm_k", None)), in_heads(value)
     if shared > 1:
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
-    return normed(query, norm_query), key, value
-
-
-def finite(output: torch.Tensor) -> torch.Tensor:
-    """Clip float16 to its range, as diffusers' own linear attention does: infinity would spread."""
-    return output.clip(-_FLOAT16_MAX, _FLOAT16_MAX) if output.dtype == torch.float16 else output
+    return in_heads(query, getattr(attn, "norm_q", None)), key, value
 
 
 def _is_fused(attn: Any) -> bool:

@@ -178,17 +178,15 @@ class LearnedVarianceDDPM(_DDPM):
 class VelocityDDPM(_DDPM):
     """CogVideoX: the model predicts the velocity, √ᾱ noise − √(1 − ᾱ) latents, up to pure noise at the last step.
 
-    Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it. √β grows linearly from √0.00085
-    to √0.012 over 1000 steps, whose amplitudes are then stretched so that the last one is 0. ``snr_shift`` divides the
-    ratio ᾱ / (1 − ᾱ) of every step: 3.0 for CogVideoX-2B.
+    Its squared error is that of the latents, divided by 1 − ᾱ as CogVideoX weighs it. ``snr_shift`` divides the ratio
+    ᾱ / (1 − ᾱ) of every step: 3.0 for CogVideoX-2B.
     """
 
     def __init__(self, snr_shift: float = 1.0, *, channels: int | None = None) -> None:
-        betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
-        signal = (1 - betas).cumprod(dim=0)
-        amplitude = (signal / (snr_shift + (1 - snr_shift) * signal)).sqrt()
-        first, last = amplitude[0], amplitude[-1]
-        super().__init__(((amplitude - last) * first / (first - last)).square())
+        from diffusers import CogVideoXDDIMScheduler
+
+        schedule = CogVideoXDDIMScheduler(rescale_betas_zero_snr=True, snr_shift_scale=snr_shift)
+        super().__init__(schedule.alphas_cumprod)
         self.channels = channels
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:

@@ -1,6 +1,5 @@
-"""Transformers of diffusers without a family, by name: the grid of their tokens, or why they cannot be patched."""
+"""Transformers of diffusers that cannot be patched, by name, and why."""
 
-from collections.abc import Mapping
 from typing import Any
 
 REFUSED = {
@@ -18,28 +17,11 @@ REFUSED = {
     ),
 }
 """Class → why, as the end of a sentence."""
-BY_GRID = {
-    "Cosmos3OmniTransformer": "grid=lambda vision_token_shapes, **_: vision_token_shapes[0], extra=(None, 0)",
-    "HiDreamImageTransformer2DModel": (
-        "grid=lambda hidden_states, **_: [n // 2 for n in hidden_states.shape[2:]], extra=(0, None)"
-    ),
-    "QwenImage21Transformer2DModel": "grid=lambda img_shapes, **_: img_shapes[0][-1], extra=(None, 0)",
-}
-"""Class → arguments with which ``apply_mhla(pipe, ...)`` patches it."""
 
 
 def why_refused(kind: Any) -> str | None:
     """Return why a class of diffusers, one derived from it, or one of this name cannot be patched."""
-    return _found(kind, REFUSED)
-
-
-def by_grid(kind: Any) -> str | None:
-    """Return the arguments that patch a class of diffusers, or one derived from it, by its grid; None if unknown."""
-    return _found(kind, BY_GRID)
-
-
-def _found(kind: Any, known: Mapping[str, str]) -> str | None:
     if isinstance(kind, str):
-        return known.get(kind)
-    named = (cls.__name__ for cls in kind.__mro__ if cls.__module__.startswith("diffusers."))
-    return next((known[name] for name in named if name in known), None)
+        return REFUSED.get(kind)
+    names = (cls.__name__ for cls in kind.__mro__ if cls.__module__.startswith("diffusers."))
+    return next((REFUSED[name] for name in names if name in REFUSED), None)

@@ -6,22 +6,11 @@ from typing import Any
 
 import torch
 
-from ..config import PatchConfig
 from . import grids, inputs, training
-from .calling import (
-    Calling,
-    ChronoEditCalling,
-    ClassCalling,
-    HunyuanVideoCalling,
-    MiniMaxH3Calling,
-    PictureCalling,
-    TrueGuidanceCalling,
-    WanAnimateCalling,
-    WanCalling,
-)
+from .calling import Calling, ClassCalling, MiniMaxH3Calling, TrueGuidanceCalling, WanCalling
 from .family import Counts, Family, usual_latent_frames
 from .inputs import Condition, masked_text
-from .mhla import AttentionAdapter, WanAdapter
+from .mhla import AttentionAdapter
 from .models import MODELS, Clip
 from .processes import LearnedVarianceDDPM
 
@@ -64,16 +53,6 @@ def _framepack_extra(arguments: Mapping[str, Any]) -> Counts:
     return count, None
 
 
-def _why_no_refiner(transformer: Any, config: PatchConfig) -> str | None:
-    """HunyuanImage's refiner has frames in its tokens."""
-    if len(transformer.config.patch_size) == 2:
-        return None
-    return (
-        f"patch_size={tuple(transformer.config.patch_size)} is that of HunyuanImage's refiner, whose tokens have "
-        "frames; patch the transformer of HunyuanImagePipeline."
-    )
-
-
 def _family(name: str, *transformers: str, **facts: Any) -> Family:
     return Family(name=name, transformers=transformers, models=MODELS.get(name, ()), **facts)
 
@@ -91,9 +70,11 @@ _SANA_ADAPTER, _SANA_VIDEO_ADAPTER = (
 _TWO_STREAMS: dict[str, Any] = {"block_lists": ("transformer_blocks", "single_transformer_blocks"), "dispatches": True}
 _TWO_STREAMS["feed_forwards"] = ("ff", "ff_context", "proj_mlp", "proj_out")
 _OF_FLUX: dict[str, Any] = {**_TWO_STREAMS, "grid": grids.image_ids, "patch": (2, 2)}
-_OF_FLUX |= {"extra": _TEXT_FIRST, "extra_tokens": 512}
+_OF_FLUX |= {"extra": _TEXT_FIRST, "extra_tokens": 512, "refuses": ("kv_cache_mode", "image_cond_hidden_states")}
 _OF_KANDINSKY: dict[str, Any] = {"axes": 3, "default_clip": _clip(121, 24.0, 512, 768), "dispatches": True}
-_OF_KANDINSKY |= {"block_lists": ("visual_transformer_blocks",), "grid": grids.kandinsky}
+_OF_KANDINSKY |= {"block_lists": ("visual_transformer_blocks",), "grid": grids.channels_last}
+# nabla, the own sparse attention of the 10-second models, reorders tokens
+_OF_KANDINSKY["refuses"] = ("sparse_params",)
 _OF_WAN: dict[str, Any] = {"axes": 3, "block_lists": ("blocks", "vace_blocks"), "dispatches": True}
 
 # What transformers get from a prompt
@@ -135,15 +116,15 @@ FAMILIES = (
     _family("chroma", "ChromaTransformer2DModel", **_OF_FLUX, rows_alike=True),
     # Wan's image-to-video as an editor of pictures; the grid changes within a call
     _family("chronoedit", "ChronoEditTransformer3DModel", **_OF_WAN, default_clip=_clip(5, 16.0, 720, 1280),
-        calling=ChronoEditCalling(), mhla=WanAdapter(class_path="transformer_chronoedit.WanAttention")),
+        calling=WanCalling(), mhla=AttentionAdapter(class_path="transformer_chronoedit.WanAttention")),
     # 2B, 5B and 1.5, in which a token covers two latent frames
     _family("cogvideox", "CogVideoXTransformer3DModel", axes=3, grid=grids.frames_first, extra=_TEXT_FIRST,
         latent_frames=_cogvideox_frames, extra_tokens=226, default_clip=_clip(49, 8.0, 480, 720),
         inputs=inputs.CogVideoXInputs(conditions=_COGVIDEOX_TEXT),
         trained=training.CogVideoXTraining()),
-    # its attention adds a mask of pairs, 1 or 0, to the scores
-    _family("cogview4", "CogView4Transformer2DModel", grid=grids.cogview4, extra=_TEXT_FIRST, rows_alike=True,
-        extra_tokens=224),
+    # its attention adds a mask of pairs, 1 or 0, to the scores; tables of RoPE pack samples of several sizes
+    _family("cogview4", "CogView4Transformer2DModel", extra=_TEXT_FIRST, rows_alike=True, extra_tokens=224,
+        refuses=("image_rotary_emb",)),
     # conditioned on a class
     _family("dit", "DiTTransformer2DModel", squares_only=True, default_clip=_clip(1, 1.0, 256, 256),
         calling=ClassCalling(), mhla=AttentionAdapter(),
@@ -167,12 +148,12 @@ FAMILIES = (
         axes=3, block_lists=("blocks",), attentions=("attn1",), extra=(None, 0),
         dispatches=True, extra_tokens=4 * 6 * 10 + 12 * 20 + 2 * 24 * 40, default_clip=_clip(33, 24.0, 384, 640)),
     _family("hunyuan_dit", "HunyuanDiT2DModel", block_lists=("blocks",)),
-    # masked text is sorted last; the attention that refines it stays dense, as in HunyuanVideo
+    # masked text is sorted last; the attention that refines it stays dense, as in HunyuanVideo; the refiner has frames
     _family("hunyuan_image", "HunyuanImageTransformer2DModel", **_TWO_STREAMS, extra=_TEXT_LAST,
-        why_not_patched=_why_no_refiner, extra_tokens=1000 + 128, default_clip=_clip(1, 1.0, 2048, 2048)),
+        extra_tokens=1000 + 128, default_clip=_clip(1, 1.0, 2048, 2048)),
     # image-to-video takes a picture as the first latent frame (token_replace) or as channels (latent_concat, SkyReels)
     _family("hunyuan_video", "HunyuanVideoTransformer3DModel", axes=3, **_TWO_STREAMS, extra=_TEXT_LAST,
-        extra_tokens=256, default_clip=_clip(129, 24.0, 720, 1280), calling=HunyuanVideoCalling(),
+        extra_tokens=256, default_clip=_clip(129, 24.0, 720, 1280),
         inputs=inputs.HunyuanVideoInputs(conditions=_HUNYUAN_VIDEO_TEXT, guidance=6000.0),
         trained=training.HunyuanVideoTraining(text_settings={"max_sequence_length": 256})),
     # masked text neither sees nor is seen
@@ -196,12 +177,12 @@ FAMILIES = (
         calling=Calling(settings={"enable_prompt_rewrite": False})),
     # pictures and keyframes stand before the grid
     _family("ltx", "LTXVideoTransformer3DModel", axes=3, grid=grids.coordinates_or_numbers, extra=(None, 0),
-        dispatches=True, default_clip=_clip(161, 25.0, 512, 704), calling=PictureCalling(),
+        dispatches=True, default_clip=_clip(161, 25.0, 512, 704),
         inputs=inputs.LTXInputs(packs_latents=True, conditions=masked_text(128, "caption_channels", torch.bool)),
         trained=training.Training()),
     # with sound, whose attention stays dense; pictures, keyframes and references stand after the grid
     _family("ltx2", "LTX2VideoTransformer3DModel", axes=3, grid=grids.numbers, extra=(0, None), dispatches=True,
-        default_clip=_clip(121, 24.0, 512, 768), calling=PictureCalling()),
+        default_clip=_clip(121, 24.0, 512, 768)),
     # one sequence per sample: its own text, the image, padding; the refiners of the text stay dense
     _family("lumina2", "Lumina2Transformer2DModel", block_lists=("noise_refiner", "layers"), extra=_TEXT_FIRST,
         pads_behind_grid=True, extra_tokens=256),
@@ -239,22 +220,23 @@ FAMILIES = (
         trained=training.Training(text_settings={"prompt_2": None, "prompt_3": None, "max_sequence_length": 256})),
     # diffusion forcing's mask of later frames lies between tokens
     _family("skyreels_v2", "SkyReelsV2Transformer3DModel", **_OF_WAN, default_clip=_clip(97, 24.0, 544, 960),
-        calling=WanCalling(), mhla=WanAdapter(class_path="transformer_skyreels_v2.SkyReelsV2Attention"),
+        calling=WanCalling(), mhla=AttentionAdapter(class_path="transformer_skyreels_v2.SkyReelsV2Attention"),
         mhla_blocks=(8, 3, 6),
         times_per_frame=("SkyReelsV2Transformer3DModel",), inputs=inputs.SkyReelsInputs(conditions=_WAN_TEXT),
         trained=training.WanTraining()),
     # 2.1 text- and image-to-video, 2.2 A14B with two transformers, 2.2 TI2V-5B, VACE
     _family("wan", "WanTransformer3DModel", "WanVACETransformer3DModel", **_OF_WAN,
         default_clip=_clip(81, 16.0, 480, 832),
-        calling=WanCalling(), mhla=WanAdapter(class_path="transformer_wan.WanAttention"),
+        calling=WanCalling(), mhla=AttentionAdapter(class_path="transformer_wan.WanAttention"),
         times_per_frame=("WanTransformer3DModel",), inputs=inputs.WanInputs(conditions=_WAN_TEXT),
         trained=training.WanTraining()),
     # a character moved by pose and face of a video; the face is seen by cross-attention
     _family("wan_animate", "WanAnimateTransformer3DModel", **_OF_WAN, latent_frames=_wan_animate_frames,
-        default_clip=_clip(77, 30.0, 720, 1280), calling=WanAnimateCalling(),
-        mhla=WanAdapter(class_path="transformer_wan_animate.WanAttention")),
-    # learned tokens fill image and text up to multiples of 32 and take part; the refiners stay dense
+        default_clip=_clip(77, 30.0, 720, 1280), calling=WanCalling(),
+        mhla=AttentionAdapter(class_path="transformer_wan_animate.WanAttention")),
+    # learned tokens fill image and text up to multiples of 32 and take part; the refiners stay dense; Omni has a mask
     _family("z_image", "ZImageTransformer2DModel", block_lists=("layers",), attentions=("attention",),
-        grid=grids.list_of_images, patch=(2, 2), latents_name="x", extra=_TEXT_LAST, dispatches=True, extra_tokens=512),
+        grid=grids.list_of_images, patch=(2, 2), latents_name="x", extra=_TEXT_LAST, dispatches=True, extra_tokens=512,
+        refuses=("image_noise_mask",)),
 )
 # fmt: on

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .calling import label_of
-from .inputs import Sample, undefined, unpack
+from .inputs import Sample, unpack
 from .models import Clip, strides_of
 from .processes import KNOWN_FRAMES, DiffusionProcess, FlowMatching, VelocityDDPM
 
@@ -98,8 +98,6 @@ class Training:
         """Return the forward's kwargs for a prompt, by default ``conditions``; settings not taken are ignored."""
         config = pipe.transformer.config
         conditions = self.inputs.conditions_of(config)
-        if not conditions:
-            raise undefined(self, "how prompts are encoded", "encode_prompt")
         usual = {"max_sequence_length": conditions[0].sizes(config)[0], **self.text_settings}
         tokens = {**usual, **(settings or {})}
         outputs = self.encode_text(pipe, prompt, tokens)

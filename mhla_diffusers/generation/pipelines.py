@@ -18,6 +18,7 @@ from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
 from ..devices import FLOAT_TYPES, choose_device, dtype_name
 from ..errors import check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
+from ..families.calling import class_label
 from ..files import fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..tiny import TINY, TinyPipeline, load_tiny, pipeline_folder
@@ -151,8 +152,7 @@ class PipelineChoice:
         found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
         if found != {self.family}:
             raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
-        for prompt in prompts:
-            self.of_family.calling.check_prompt(pipe, prompt)
+        self.of_family.calling.prompt_arguments(pipe, prompts)  # raises for an unknown class
         if self.patch is not None or self.patch_settings:
             put_on(pipe, self.patch, self.patch_settings)
         return pipe
@@ -273,15 +273,15 @@ def _index(model: str) -> dict[str, Any]:
 
 def class_count(model: str | None, family: str) -> int:
     """Return the number of classes that a pipeline was trained on, read without its weights."""
-    return family_named(family).calling.class_count(*_index_and_config(model, family))
+    return family_named(family).calling.classes(*_index_and_config(model, family))[1]
 
 
 def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> None:
     """Raise ValueError for a prompt that is not a class of a pipeline for classes, read without its weights."""
     if family_named(family).calling.prompts_are_classes:
-        found = _index_and_config(model, family)
+        labels, count = family_named(family).calling.classes(*_index_and_config(model, family))
         for prompt in prompts:
-            family_named(family).calling.check_class(*found, prompt)
+            class_label(prompt, labels, count)
 
 
 def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -185,7 +185,7 @@ def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALa
                 "with layers=[...]."
             )
     adapter = family.mhla if family is not None and family.mhla is not None else AttentionAdapter()
-    projection, (heads, head_dim) = attn.to_q, adapter.heads(attn)
+    projection, heads, head_dim = attn.to_q, int(attn.heads), int(attn.inner_dim) // int(attn.heads)
     if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):
         raise ValueError(OFFLOADED)
     tensors = [*attn.parameters(), *attn.buffers()]

@@ -358,8 +358,6 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     if not family.knows_layers:
         check(config.layers == "all", f"layers={config.layers!r} needs a model with a family; leave it out.")
         return {}
-    if (why := family.why_not_patched(patched.transformer, config)) is not None:
-        raise ValueError(why)
     found = list(patched.attentions.items())
     dense_layers = config.dense_layers if isinstance(config, SparseConfig) else 0
     indices = [index for index in choose_layers(config.layers, len(found)) if index >= dense_layers]

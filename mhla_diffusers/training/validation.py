@@ -50,8 +50,7 @@ class PromptSampler:
         self._frames_per_second = round(clip.fps)
         self._settings = {**self._family.calling.clip_arguments(pipe, clip), "num_inference_steps": steps}
         pipe.set_progress_bar_config(disable=True)
-        for prompt in prompts:
-            self._family.calling.check_prompt(pipe, prompt)  # before the training, not at its first samples
+        self._family.calling.prompt_arguments(pipe, prompts)  # refuses before the training, not at its first samples
 
     @torch.no_grad()
     def __call__(self, transformer: nn.Module, folder: Path) -> None:

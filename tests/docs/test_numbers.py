@@ -10,7 +10,7 @@ from mhla_diffusers.benchmark.cases import choose_cases
 from mhla_diffusers.cli import app
 from mhla_diffusers.config import PROFILES, SparseConfig, load_patch
 from mhla_diffusers.families import families
-from mhla_diffusers.families.refused import BY_GRID, REFUSED
+from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.patching.describe import steps_in_words
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.data.sources import read_sources
@@ -219,9 +219,7 @@ def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_
     assert not [name for family in own for name in family.transformers if f"`{name}`" not in page]
     rows = rows_of(page.partition("## Refused")[2].partition("## Without a family")[0])[2:]
     assert [(name.strip("`"), why) for name, why in rows] == list(REFUSED.items())
-    rows = rows_of(page.partition("## By their grid")[2].partition("## Refused")[0])[2:]
-    assert [(name.strip("`"), arguments.strip("`")) for name, arguments in rows] == list(BY_GRID.items())
-    assert not {name for family in own for name in family.transformers} & (REFUSED.keys() | BY_GRID.keys())
+    assert not {name for family in own for name in family.transformers} & REFUSED.keys()
 
 
 def test_coarser_blocks_are_those_of_the_study():

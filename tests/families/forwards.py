@@ -32,8 +32,8 @@ class _AnyFlow(Inputs):
     def arguments(self, transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Sample) -> Kwargs:
         """Put frames before channels; the velocity is the output for steps of no length, which end where they begin."""
         times = timestep if timestep.ndim == 2 else timestep[:, None].expand(-1, latents.shape[2])
-        arguments = super().arguments(transformer, latents.transpose(1, 2), times, conditioning)
-        return {**arguments, "r_timestep": times}
+        arguments = super().arguments(transformer, latents.transpose(1, 2), timestep, conditioning)
+        return {**arguments, "timestep": times, "r_timestep": times}
 
 
 class _Chroma(FluxInputs):

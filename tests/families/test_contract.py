@@ -210,6 +210,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any]], dict[s
         {"task_type": "i2v"},
         giving(image_embeds=torch.ones(2, 3, 8)),
     ),
+    "hunyuan-image, refiner": (
+        "hunyuan_image",
+        {"patch_size": (1, 1, 1), "rope_axes_dim": (4, 4, 4)},
+        lambda given: {**given, "hidden_states": given["hidden_states"][:, :, None].repeat(1, 1, 2, 1, 1)},
+    ),
     "latte, one frame": ("latte", {}, _one_frame),
     "latte, no temporal": ("latte", {}, giving(enable_temporal_attentions=False)),
     "ltx2, skipping": ("ltx2", {}, giving(**_SKIPPING)),

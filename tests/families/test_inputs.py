@@ -267,8 +267,3 @@ def test_wans_pipelines_get_as_many_frames_as_a_clip_has(frames: int) -> None:
     choice = PipelineChoice("wan", settings=settings)
     (latents,) = choice.call(load_tiny("wan"), ["a seven"], [torch.Generator().manual_seed(0)])
     assert latents.shape[1] == frames and call_settings("wan")
-    animate, edit = (case_of(name).pipeline() for name in ("wan_animate", "chronoedit_edit"))
-    segment = get_family("wan_animate").calling.clip_arguments(animate, clip)
-    assert segment == {**size, "segment_frame_length": frames}
-    found = get_family("chronoedit").calling.clip_arguments(edit, clip)
-    assert found == {**size, "num_frames": frames, "enable_temporal_reasoning": True}

@@ -4,7 +4,9 @@ import copy
 import logging
 import math
 import pickle
+import re
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -18,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.families.refused import BY_GRID
 from mhla_diffusers.patching import find_patched
 
 from .. import models
@@ -26,6 +27,7 @@ from ..models import FAMILIES, assert_changed, seeded
 from ..refusals import refused
 from .shared import assert_same_footprint, footprint, in_threads, seen_by
 
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 GRID, HEADS, HEAD_DIM, TEXT = (4, 6, 8), 2, 16, 5
 TOKENS = math.prod(GRID) + TEXT
 SMALL = NOTHING_DENSE | {"density": 0.2, "block_size": 4, "far": "means"}
@@ -476,7 +478,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_diffusers_without_a_family(name):
-    """The error of those that the package knows names the arguments that patch them."""
+    """Some with the arguments that the page gives."""
     model, arguments = CLASSES[name]()
 
     def predict():
@@ -485,10 +487,8 @@ def test_classes_of_diffusers_without_a_family(name):
             return found[0] if isinstance(found, list) else found
 
     where = NOTHING_DENSE | {"grid": (4, 6, 8)}
-    if (known := BY_GRID.get(type(model).__name__)) is not None:
-        with refused(known):
-            mhla.apply_mhla(model)
-        where |= eval(f"dict({known})")
+    if (known := re.search(rf"`{type(model).__name__}` \| `(grid=.*)`", PAGE)) is not None:
+        where |= eval(f"dict({known[1]})")
     expected = predict()
     mhla.apply_mhla(model, **where, density=1.0)
     torch.testing.assert_close(predict(), expected, atol=1e-4, rtol=1e-4)
