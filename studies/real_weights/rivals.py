@@ -29,6 +29,7 @@ from mhla_diffusers import SparseConfig
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.attention.blocks import list_length
 from mhla_diffusers.attention.layout import layout_of
+from mhla_diffusers.attention.sparse import fitting_rows
 
 HERE = Path(__file__).parent
 CHANNELS, BLOCK = 64, 64
@@ -203,9 +204,10 @@ def cost_of_ours(density: float, tokens: int, channels: int) -> float:
 
 
 def preparing_of_ours(tokens: int, fits: bool) -> float:
-    """Choosing, with the spread, and 256 queries of softmax attention if β and γ are fitted."""
+    """Choosing, with the spread, and some queries of softmax attention if β and γ are fitted."""
     queries, keys = tokens / 64, tokens / 32
-    return queries * keys / tokens**2 + fits * 256 / tokens
+    fitting = len(fitting_rows(tokens, torch.device("cpu"))) if fits else 0
+    return queries * keys / tokens**2 + fitting / tokens
 
 
 class OtherAttention(nn.Module):
