@@ -16,7 +16,6 @@ from .evaluation.commands import app as evaluation
 from .generation.commands import generate_command
 from .generation.names import expand_options, patch_options, pipeline_options
 from .moved import where_it_went
-from .reporting import set_quiet
 from .training.commands import (
     data_command,
     encode_command,
@@ -71,10 +70,8 @@ def main(
     traceback: Annotated[
         bool, typer.Option("--traceback", callback=_want_traceback, help="Show where an error comes from.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
     """Cheap attention at long sequences for diffusers pipelines."""
-    set_quiet(quiet)
 
 
 @app.command()

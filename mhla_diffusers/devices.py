@@ -1,43 +1,27 @@
 """Devices, processes and floating-point types by user-facing names."""
 
 import os
-from collections.abc import Sequence
 
 import psutil
 import torch
 
+from .errors import check_choice
+
 FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by name."""
-_PRECISIONS = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
-"""Names of accelerate."""
-
-
-def dtype_name(name: object, setting: str = "dtype", allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """Return the key of ``FLOAT_TYPES`` for a name such as bfloat16 or bf16; no is float32, which YAML reads as False.
-
-    ``setting`` names it in the ValueError for any but the ``allowed`` keys.
-    """
-    for key in allowed:
-        if name in (key, _PRECISIONS[key]) or (key == "float32" and (name is False or name == "fp32")):
-            return key
-    known = ", ".join(f"{key} (or {_PRECISIONS[key]})" for key in allowed)
-    raise ValueError(f"{setting}={name!r} is unknown; allowed: {known}.")
-
-
-def precision_name(name: object, allowed: Sequence[str] = tuple(FLOAT_TYPES)) -> str:
-    """Return a type as accelerate names it: "no", "bf16" or "fp16"; ValueError as :func:`dtype_name`."""
-    return _PRECISIONS[dtype_name(name, "precision", allowed)]
+PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16}
+"""Types of training by accelerate's names."""
 
 
 def choose_device(name: str) -> torch.device:
     """Return the device of a name, "auto" for a CUDA GPU if there is one; ValueError if it is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if accelerator else 0
-    available = ["cpu", *(f"{accelerator.type}:{index}" for index in range(count) if accelerator)]
-    if name not in available and not (accelerator and name == accelerator.type):
-        raise ValueError(f"device={name!r} is not here; allowed: auto, {', '.join(available)}.")
+    known, accelerator = ["auto", "cpu"], torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        kind, count = accelerator.type, torch.accelerator.device_count()
+        known += [kind, *(f"{kind}:{index}" for index in range(count))]
+    check_choice("device", name, known)
     return torch.device(name)
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
-_SMALL = 2**20
-"""Bytes up to which a file is hashed to see whether it has changed; of a larger one size and time count."""
+_PART = 2**16
+"""Bytes of each of the parts of a large file that are hashed to see whether it has changed."""
 
 # Writing; every function raises OSError with the file where it cannot
 
@@ -59,15 +59,6 @@ def write_text(text: str, file: Path) -> None:
 def write_json(result: Any, file: Path) -> None:
     """Write a result as JSON."""
     write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", file)
-
-
-def write_checked_json(content: Mapping[str, Any], file: Path) -> None:
-    """Write named values as JSON with a hash of them, which :func:`read_checked_json` compares."""
-    write_json({**content, "sha256": _json_hash(content)}, file)
-
-
-def _json_hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -123,32 +114,23 @@ def folder_for_results(folder: Path, lock: bool = True) -> Iterator[None]:
 
     OSError if it is not writable, or if another run has it. Only one of several processes may ``lock`` it.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    from filelock import FileLock, Timeout
+
+    made, file = [place for place in (folder, *folder.parents) if not place.exists()], folder / ".lock"
     try:
         check_writable(folder)
-        with _locked(folder) if lock else nullcontext():
-            yield
+        with FileLock(file, timeout=0) if lock else nullcontext():
+            try:
+                yield
+            finally:
+                if lock:
+                    file.unlink(missing_ok=True)  # while it is held; who has opened it meanwhile finds that it is gone
+    except Timeout:
+        raise OSError(f"Another run is writing into {folder}. Wait for it, or choose another folder.") from None
     finally:
         for place in made:
             with suppress(OSError):  # not empty, or removed meanwhile
                 place.rmdir()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    file = folder / ".lock"
-    try:
-        with FileLock(file, timeout=0):
-            try:
-                yield
-            finally:
-                file.unlink(missing_ok=True)  # while it is held; who has opened it meanwhile finds that it is gone
-    except Timeout:
-        raise OSError(
-            f"Another run is writing into {folder}. Wait for it to finish, or choose another folder."
-        ) from None
 
 
 # Telling whether files have changed
@@ -158,12 +140,6 @@ def file_hash(path: Path) -> str:
     """Compute the SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_hash(file: Path, expected: str, noted_in: str) -> None:
-    """Raise ValueError unless a file has the hash that the file ``noted_in`` holds."""
-    if file_hash(file) != expected:
-        raise ValueError(f"{file} is damaged or was changed: its SHA-256 is not the one in {noted_in}.")
 
 
 def visible_files(folder: Path) -> dict[str, Path]:
@@ -183,36 +159,17 @@ def visible_files(folder: Path) -> dict[str, Path]:
 def fingerprint(path: Path) -> str | None:
     """Return a short hash of a file, or of a folder's visible files but Markdown; None if nothing is there.
 
-    Of large files size and time count, not the content.
+    Of large files 16 parts count. It stays the same where the files are copied.
     """
-    if path.is_dir():
-        files = {name: file for name, file in visible_files(path).items() if file.suffix != ".md"}
-    elif path.is_file():
-        files = {"": path}
-    else:
-        return None
+    files = {"": path} if path.is_file() else visible_files(path)
     digest = hashlib.sha256()
     for name, file in files.items():
-        status = file.stat()
-        what = file_hash(file) if status.st_size <= _SMALL else f"{status.st_size} {status.st_mtime_ns}"
-        digest.update(f"{name} {what}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def weights_of(folder: Path) -> str | None:
-    """Return a short hash of the weights in a folder, by 64 parts of each large file; None if there are none.
-
-    It stays the same where the folder is copied.
-    """
-    digest = hashlib.sha256()
-    files = [file for file in visible_files(folder).values() if file.suffix in (".safetensors", ".bin")]
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
+        size = 0 if file.suffix == ".md" else file.stat().st_size
+        digest.update(f"{name} {size}\n".encode())
         with file.open("rb") as stream:
-            for start in range(0, size, max(size // 64, _SMALL // 64)):
+            for start in range(0, size, max(size // 16, _PART)):
                 stream.seek(start)
-                digest.update(stream.read(_SMALL // 64))
+                digest.update(stream.read(_PART))
     return digest.hexdigest()[:16] if files else None
 
 
@@ -221,8 +178,6 @@ def weights_of(folder: Path) -> str | None:
 
 def read_text(file: Path) -> str:
     """Read a text file, with or without a byte order mark."""
-    if not file.exists():
-        raise FileNotFoundError(f"There is no {file}.")
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -251,44 +206,32 @@ def check_unique(names: Sequence[str], what: str) -> None:
         raise ValueError(f"{what} {twice!r} is given twice; keep one of them.")
 
 
-def read_checked_json(file: Path) -> dict[str, Any]:
-    """Read what :func:`write_checked_json` wrote."""
-    content = read_json(file)
-    if not isinstance(content, dict) or content.pop("sha256", None) != _json_hash(content):
-        raise ValueError(f"{file} is damaged or was changed: its content does not fit its SHA-256.")
-    return content
-
-
 def read_csv(file: Path) -> list[dict[str, str | None]]:
     """Read the rows of a CSV file whose first line names the columns; a row may end early, with None for the rest."""
     rows = csv.DictReader(StringIO(read_text(file)), strict=True)
+    found: list[dict[str, str | None]] = []
     try:
-        found = list(rows)
+        for row in rows:
+            if None in row:
+                raise csv.Error(f"more values than the {len(rows.fieldnames or ())} columns")
+            found.append(row)
     except csv.Error as error:
         raise ValueError(
-            f"{file} cannot be read up to line {rows.reader.line_num}: {error}. Close every quotation mark that a text "
-            'begins with, and write one inside a text twice, "a ""b""".'
+            f"{file} cannot be read up to line {rows.reader.line_num}: {error}. Write a text that holds a comma or a "
+            'quotation mark in quotation marks, and one inside it twice: "a, ""b""".'
         ) from error
     check_unique(rows.fieldnames or (), f"{file}: the column")
-    longer = next((number for number, row in enumerate(found, start=1) if None in row), None)
-    if longer is not None:
-        raise ValueError(
-            f"Row {longer} of {file} has more values than the {len(rows.fieldnames or ())} columns; write a text that "
-            'holds a comma in quotation marks, "a, b".'
-        )
     return found
 
 
 def read_json_lines(file: Path) -> list[Any]:
     """Read a file with one JSON value per line; empty lines are skipped, an empty file is refused."""
-    values = []
-    # not splitlines(), which also splits at characters that JSON may contain
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
-        if line.strip():
-            try:
-                values.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"Line {number} of {file} is not JSON: {str(error).rstrip('.')}.") from error
+    values: list[Any] = []
+    for number, line in enumerate(read_text(file).split("\n"), start=1):  # not splitlines(), as above
+        try:
+            values += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"Line {number} of {file} is not JSON: {error}.") from error
     if not values:
         raise ValueError(f"{file} is empty.")
     return values

@@ -30,10 +30,6 @@ th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid light-dark(#ddd, #444)
 th:first-child, td:first-child { text-align: left; }
 img, video { max-width: 100%; }
 """
-_SECONDS = 30.0
-"""Seconds between two lines of progress without a terminal."""
-_shown = {"quiet": False}
-"""Whether no progress is shown."""
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
@@ -81,14 +77,6 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def from_to(ends: tuple[int, int] | None) -> str:
-    """Format a range, such as ``"45 to 60"``, or one number; ``"-"`` for None."""
-    if ends is None:
-        return "-"
-    low, high = ends
-    return str(low) if low == high else f"{low} to {high}"
-
-
 def scaled(value: float, base: int, unit: str) -> str:
     """Format a number with three digits or four, and the prefix of its unit for powers of 1000 or of 1024."""
     prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
@@ -113,46 +101,13 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Pa
     return markdown
 
 
-class _Lines:
-    """Standard error that is not a terminal, to which tqdm writes a line where it would overwrite its bar."""
-
-    def write(self, text: str) -> None:
-        sys.stderr.write(f"{text.strip()}\n" if text.strip() else "")
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-
-def set_quiet(quiet: bool) -> None:
-    """Show no progress from now on, or show it again."""
-    if quiet != _shown["quiet"]:
-        show_loading(not quiet)
-    _shown["quiet"] = quiet
-
-
-def show_loading(shown: bool) -> None:
-    """Show the bars of diffusers, of transformers and of the Hub's client while they load, or hide them."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    for library in (diffusers.utils.logging, transformers.utils.logging):
-        (library.enable_progress_bar if shown else library.disable_progress_bar)()
-
-
-def shows_bars() -> bool:
-    """Whether progress is shown by bars: on a terminal, unless it is to be quiet."""
-    return sys.stderr.isatty() and not _shown["quiet"]
-
-
 def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
-    """Make a tqdm: a bar on a terminal or in a notebook, otherwise a line every half minute."""
+    """Make a tqdm: a bar on a terminal or in a notebook, otherwise a count every half minute."""
     from tqdm.auto import tqdm
 
-    settings |= {"disable": _shown["quiet"] or settings.get("disable", False), "dynamic_ncols": True}
     if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
-        waits = dict.fromkeys(("mininterval", "maxinterval", "delay"), _SECONDS)
-        settings |= {"file": _Lines(), "dynamic_ncols": False, "ncols": 0, **waits}
-    return tqdm(items, **settings)
+        settings |= {"ncols": 0, **dict.fromkeys(("mininterval", "maxinterval", "delay"), 30.0)}
+    return tqdm(items, **{"dynamic_ncols": sys.stderr.isatty(), **settings})
 
 
 def html_page(title: str, body: str) -> str:

@@ -3,10 +3,7 @@
 import io
 import sys
 
-import diffusers.utils.logging
 import pytest
-import transformers.utils.logging
-from huggingface_hub.utils import are_progress_bars_disabled
 
 from mhla_diffusers import reporting
 
@@ -16,37 +13,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, seconds: float = 30.0) -> str:
-    """What is written to standard error of two steps by a bar and of two by a count."""
+@pytest.mark.parametrize(("stderr", "shown"), [(Terminal(), "100%|##########| 2/2 ["), (io.StringIO(), "")])
+def test_progress_is_a_bar_on_a_terminal_and_silent_without_one_for_half_a_minute(
+    monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, shown: str
+) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(reporting, "_SECONDS", seconds)
-    bar = reporting.progress(total=2, unit="step")
-    for done in (1, 2):
-        bar.set_postfix(loss=done, refresh=False)
-        bar.update()
-    bar.close()
-    return stderr.getvalue()
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "100%|##########| 2/2 [" in shown(monkeypatch, Terminal())
-    assert shown(monkeypatch, io.StringIO()) == "", "of what takes no half minute"
-    lines = shown(monkeypatch, io.StringIO(), seconds=0.0)
-    assert "\r" not in lines and "##" not in lines
-    last = lines.splitlines()[-1]
-    assert "2/2 [" in last and "loss=2" in last
-
-
-@pytest.mark.parametrize("stderr", [io.StringIO(), Terminal()])
-def test_quiet_shows_none(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> None:
-    libraries = diffusers.utils.logging, transformers.utils.logging
-    reporting.set_quiet(True)
-    try:
-        assert shown(monkeypatch, stderr, seconds=0.0) == ""
-        assert are_progress_bars_disabled() and not any(library.is_progress_bar_enabled() for library in libraries)
-    finally:
-        reporting.set_quiet(False)
-    assert all(library.is_progress_bar_enabled() for library in libraries), "and those of loading come back"
+    assert list(reporting.progress(range(2))) == [0, 1]
+    assert shown in stderr.getvalue() and bool(stderr.getvalue()) == bool(shown)
 
 
 def test_a_table_too_wide_goes_on_in_further_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,11 @@ def bench_pipeline(
 
 def place_of(device: str, dtype: str | None) -> "tuple[torch.device, torch.dtype, bool]":
     """Return device and type by their names, and whether it is a CPU; ValueError for unknown ones."""
-    from ..devices import FLOAT_TYPES, choose_device, dtype_name
+    from ..devices import FLOAT_TYPES, choose_device
+    from ..errors import check_choice
 
     place = choose_device(device)
     on_cpu = place.type == "cpu"
-    return place, FLOAT_TYPES[dtype_name(dtype or ("float32" if on_cpu else "bfloat16"))], on_cpu
+    dtype = dtype or ("float32" if on_cpu else "bfloat16")
+    check_choice("dtype", dtype, tuple(FLOAT_TYPES))
+    return place, FLOAT_TYPES[dtype], on_cpu

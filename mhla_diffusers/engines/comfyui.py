@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..config import PROFILES, SparseConfig, Step
+from ..config import PROFILES, Step
 from ..errors import check
 from ..patching.call import Call
 from ..patching.route import Request
@@ -100,8 +100,6 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
         heads: int,
         mask: torch.Tensor | None = None,
         attn_precision: torch.dtype | None = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
         patch.reached = True
@@ -113,9 +111,9 @@ def _make_override(patch: _Patch, previous: Override | None) -> Override:
             call = call._replace(extra=(start, layout.seq_len - end))
         elif (sizes := options.get("grid_sizes")) is not None:  # of Wan
             call = call._replace(grid=tuple(map(int, sizes)))
+        skip_reshape, skip_output_reshape = (kwargs.get(f"skip_{what}reshape", False) for what in ("", "output_"))
         head_dim = q.shape[-1] if skip_reshape else q.shape[-1] // heads
         keywords = {"mask": mask, "attn_precision": attn_precision, **kwargs}
-        keywords |= {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
 
         def tokens_first(x: torch.Tensor) -> torch.Tensor:
             return x.transpose(1, 2) if skip_reshape else x.unflatten(2, (-1, head_dim))
@@ -173,21 +171,12 @@ def _wrap_sampling(patch: _Patch) -> Callable[..., Any]:
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patch.forwards, patch.reached = 0, False
-        logger = patch.engine.log.logger
         try:
-            output = executor(*args, **kwargs)
-            tally = patch.engine.tally
-            if tally.dense and not tally.sparse:
-                logger.warning(
-                    "MHLA changed nothing in this sampling: %s. Lower dense_first or dense_last for more sparse "
-                    "steps, or min_tokens for shorter sequences.",
-                    tally,
-                )
-            return output
+            return executor(*args, **kwargs)
         finally:
             patch.engine.end()
             if patch.forwards and not patch.reached:
-                logger.warning(
+                patch.engine.log.logger.warning(
                     "MHLA: no attention reached the node, so all were dense. Put nodes that set another attention "
                     "before it, and use ComfyUI 0.3.60 or newer."
                 )
@@ -250,14 +239,9 @@ def make_node() -> Any:
               "part through their means and states. Less is faster, more is closer, 1 is dense."),
         share("dense_first", 0.01, "Share of the first steps with dense attention: there the layout of the "
               "picture forms."),
-        count("dense_last", "Last steps with dense attention."),
         count("dense_every", "One dense step every this many steps; it corrects those that follow. 0 for "
               "never."),
         count("dense_layers", "First layers with dense attention; single blocks count on from the double ones."),
-        io.Combo.Input("block_size", options=["auto", "16", "32", "64", "128"], default="auto",
-                       tooltip="Tokens per block. auto fits it to the number of tokens: 64 for videos."),
-        io.Combo.Input("order", options=["content", "curve"], default="content", tooltip="Which keys share a block. "
-                       "content: keys that are alike, sorted in every head. curve: neighbours."),
         io.Int.Input("min_tokens", default=EngineSettings.min_tokens, min=0, max=1_000_000,
                      tooltip="Shorter sequences keep dense attention, which is as fast there."),
     ]  # fmt: skip
@@ -282,8 +266,8 @@ def make_node() -> Any:
         @classmethod
         def execute(cls, model: Any, profile: str, **inputs: Any) -> Any:
             """Return the patched clone of a model."""
-            given = {name: value for name, value in inputs.items() if value not in ("auto", -1)}
-            return io.NodeOutput(patch_model(model, read_settings(given, SparseConfig(**PROFILES[profile]))))
+            given = {name: value for name, value in inputs.items() if value != -1}
+            return io.NodeOutput(patch_model(model, read_settings(profile, given)))
 
     return MHLASparseAttention
 

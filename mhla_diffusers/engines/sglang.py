@@ -7,7 +7,6 @@ attention backend that it chooses stays, and attends wherever sparse attention c
 
 import functools
 import logging
-import math
 import os
 import re
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from .settings import settings_from_environment
 
 _VERSION = "0.5.23"
 _ATTENTION = "sglang.multimodal_gen.runtime.layers.attention"
-_RING = "ring attention, which needs the log-sum-exp"
 
 
 def activate() -> None:
@@ -66,43 +64,21 @@ def _choose_backend(engine: Engine, choose: Callable[..., Any], *args: Any, **kw
 def _sparse_backend(engine: Engine, dense: type[Any]) -> type[Any]:
     settings = {"engine": engine, "dense_class": dense.get_impl_cls()}
     implementation = type(f"Sparse{dense.get_impl_cls().__name__}", (SparseImplementation,), settings)
-    methods = {
-        "get_impl_cls": staticmethod(lambda: implementation),
-        "supports_packed_varlen": staticmethod(dense.supports_packed_varlen),
-    }
-    return type(f"Sparse{dense.__name__}", (dense,), methods)
+    return type(f"Sparse{dense.__name__}", (dense,), {"get_impl_cls": staticmethod(lambda: implementation)})
 
 
 class SparseImplementation:
     """Attention of one layer; what cannot be sparse is that of SGLang's own implementation, as is cross-attention.
 
-    Under Ulysses it gets all tokens and the heads of its process. ``packed_trailing_padding`` is set for MiniMax-H3
-    alone: text, sound and references come first in its sequence, then the video, then padding.
+    Under Ulysses it gets all tokens and the heads of its process.
     """
 
     engine: Engine
     dense_class: type[Any]
 
-    def __init__(
-        self,
-        *,
-        softmax_scale: float,
-        causal: bool = False,
-        prefix: str = "",
-        is_cross_attention: bool = False,
-        packed_trailing_padding: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        self.dense = self.dense_class(
-            softmax_scale=softmax_scale,
-            causal=causal,
-            prefix=prefix,
-            is_cross_attention=is_cross_attention,
-            packed_trailing_padding=packed_trailing_padding,
-            **kwargs,
-        )
-        self.is_cross_attention = is_cross_attention
-        self.is_packed_video = packed_trailing_padding
+    def __init__(self, *, softmax_scale: float, causal: bool = False, prefix: str = "", **kwargs: Any) -> None:
+        self.dense = self.dense_class(softmax_scale=softmax_scale, causal=causal, prefix=prefix, **kwargs)
+        self.is_cross_attention = kwargs.get("is_cross_attention", False)
         number = re.match(r"(?:transformer_)?blocks\.(\d+)\.", prefix)
         self.layer = int(number[1]) if number else None
         self.request = Request(is_causal=causal, scale=softmax_scale)
@@ -114,25 +90,8 @@ class SparseImplementation:
             raise AttributeError(name)
         return getattr(self.dense, name)
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        """Attend to (B, N, H, D) sparsely, or as ``dense`` does."""
-        self.calls += 1
-        if self.is_cross_attention:
-            return dense()
-        context, batch = _forward_batch()
-        step = None
-        if batch is not None:
-            count = batch.num_inference_steps if batch.timesteps is None else len(batch.timesteps)
-            step = Step(int(context.current_timestep), count)
-        request = self.request._replace(own=lambda *_: dense())
-        call = self.engine.call(_grid(), self.extra, step, batch, self.layer)
-        return self.engine.attend(query, key, value, call, self.layer, request)
-
     def stay_dense(self, query: torch.Tensor, reason: str) -> None:
         """Count an attention that SGLang's own implementation answers."""
-        self.calls += 1
         if not self.is_cross_attention:
             self.engine.tally.note_dense(reason, query, logging.WARNING)
 
@@ -142,44 +101,27 @@ class SparseImplementation:
     ) -> Any:
         """Attend to (B, N, H, D); with ``return_softmax_lse`` densely, and return the log-sum-exp too."""
         dense = functools.partial(self.dense.forward, query, key, value, attn_metadata, **kwargs)
-        if kwargs.get("return_softmax_lse"):
-            self.stay_dense(query, _RING)
+        if self.is_cross_attention or kwargs.get("return_softmax_lse"):
             return dense()
-        return self.attend(query, key, value, dense)
+        self.calls += 1
+        context, batch = _forward_batch()
+        step = None
+        if batch is not None:
+            count = batch.num_inference_steps if batch.timesteps is None else len(batch.timesteps)
+            step = Step(int(context.current_timestep), count)
+        call = self.engine.call(_grid(), self.extra, step, batch, self.layer)
+        request = self.request._replace(own=lambda *_: dense())
+        return self.engine.attend(query, key, value, call, self.layer, request)
 
     def forward_into(self, *args: Any) -> bool:
         """Return False: SGLang then calls :meth:`forward`."""
         return False
 
     @torch.compiler.disable
-    def forward_ring_kv_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        """Attend densely to a part of the keys, all of them (N, H, D)."""
-        self.stay_dense(query, _RING)
-        return self.dense.forward_ring_kv_chunk(query, key, value)
-
-    @torch.compiler.disable
-    def forward_varlen(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **bounds: Any
-    ) -> torch.Tensor:
-        """Attend to (N, H, D), in which ``cu_seqlens_host`` has the ends of sequences; one alone can be sparse.
-
-        Padding gives zeros, as with SGLang's FlashAttention.
-        """
-        ends: tuple[int, ...] = bounds.get("cu_seqlens_host") or ()
-        tokens = ends[1] if self.is_packed_video and len(ends) == 3 else len(query)
-        is_one = ends in ((0, tokens), (0, tokens, len(query)))
-        if not is_one:
-            self.stay_dense(query[None], f"several sequences are packed into one, with ends {ends or 'unknown'}")
-            return self.dense.forward_varlen(query, key, value, **bounds)
-        if self.is_packed_video:
-            self.extra = (max(tokens - math.prod(_grid() or (tokens,)), 0), 0)
-
-        def dense() -> torch.Tensor:
-            output: torch.Tensor = self.dense.forward_varlen(query, key, value, **bounds)[None, :tokens]
-            return output
-
-        output = self.attend(query[None, :tokens], key[None, :tokens], value[None, :tokens], dense)
-        return torch.cat((output[0], query.new_zeros(len(query) - tokens, *query.shape[1:])))
+    def forward_varlen(self, query: torch.Tensor, *args: Any, **bounds: Any) -> torch.Tensor:
+        """Attend densely to sequences that are packed into one (N, H, D)."""
+        self.stay_dense(query, "sequences are packed into one")
+        return self.dense.forward_varlen(query, *args, **bounds)
 
 
 def _attend_in_layer(forward: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +138,7 @@ def _attend_and_count(forward: Callable[..., Any], layer: Any, *args: Any, **kwa
     output = forward(layer, *args, **kwargs)
     if implementation.calls == calls:
         query = args[0] if args else kwargs["q"]
-        implementation.stay_dense(query, "SGLang attends with a mask or padding itself")
+        implementation.stay_dense(query, "a mask, padding or ring attention, by SGLang itself")
     return output
 
 

@@ -88,17 +88,7 @@ class MHLAImpl(AttentionImpl):
     """Attention of one layer, which raises ValueError for settings or parallelism that are not allowed."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        softmax_scale: float,
-        causal: bool = False,
-        num_kv_heads: int | None = None,
-        prefix: str = "",
-        qkv_layout: str | None = None,
-        backend_kwargs: dict[str, Any] | None = None,
-        role: str = "self",
-        **extra_impl_args: Any,
+        self, softmax_scale: float, causal: bool = False, prefix: str = "", role: str = "self", **others: Any
     ) -> None:
         parallel = getattr(get_current_diffusion_config_or_none(), "parallel_config", None)
         for name in ("ring_degree", "allgather_degree"):
@@ -108,20 +98,10 @@ class MHLAImpl(AttentionImpl):
                 f"{NAME} needs all tokens in every process, but {name}={degree} splits them; use {name}=1 and "
                 "ulysses_degree, which splits the heads.",
             )
-        check(
-            not backend_kwargs, f"{NAME} takes its settings from variables such as MHLA_DENSITY, not {backend_kwargs}."
-        )
-        self.dense: AttentionImpl = _dense_backend(head_size).get_impl_cls()(
-            num_heads=num_heads,
-            head_size=head_size,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            num_kv_heads=num_kv_heads,
-            prefix=prefix,
-            qkv_layout=qkv_layout,
-            role=role,
-            # the user did not select it, so it may do without its kernel where that does not fit
-            **{**extra_impl_args, "backend_explicit": False},
+        # the user did not select it, so it may do without its kernel where that does not fit
+        others["backend_explicit"] = False
+        self.dense: AttentionImpl = _dense_backend(others["head_size"]).get_impl_cls()(
+            softmax_scale=softmax_scale, causal=causal, prefix=prefix, role=role, **others
         )
         self.engine = engine()
         self.is_cross = role == "cross"

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from ..devices import launched_on_cpus
 from ..families.calling import takes_picture
 from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, folder_for_results, visible_files
 from ..patching import find_patched
-from ..reporting import shows_bars
 from ..settings import PositiveInteger, Seed, check_value, differences
 from .noise import generator_for
 from .pipelines import PipelineChoice
@@ -126,7 +126,7 @@ def generate(
             record.write(config.output)
             return
         pipe = config.load(sorted({sample.text for sample in config.samples}))
-        pipe.set_progress_bar_config(disable=not (show_steps and shows_bars()))
+        pipe.set_progress_bar_config(disable=not (show_steps and sys.stderr.isatty()))
         for start in range(0, len(missing), config.batch_size):
             batch = missing[start : start + config.batch_size]
             noise = [

@@ -67,7 +67,7 @@ def pipeline_options(
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights: float32, bfloat16 (bf16), float16; default: bf16 on a GPU, else float32."),
+        typer.Option(help="Of the weights: float32, bfloat16, float16; default: bfloat16 on a GPU, else float32."),
     ] = None,
     settings: Annotated[
         list[str] | None,

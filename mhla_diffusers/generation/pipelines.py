@@ -15,8 +15,8 @@ from urllib.request import Request, urlopen
 import torch
 
 from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
-from ..devices import FLOAT_TYPES, choose_device, dtype_name
-from ..errors import check_names, nearest
+from ..devices import FLOAT_TYPES, choose_device
+from ..errors import check_choice, check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
 from ..families.calling import class_label
 from ..files import fingerprint, read_json
@@ -60,7 +60,7 @@ class PipelineChoice:
         if self.patch is not None and has_weights(self.patch):
             object.__setattr__(self, "patch", str(_result_in(self.patch)))
         choose_device(self.device)
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        check_choice("dtype", self.dtype, tuple(FLOAT_TYPES))
 
     @property
     def of_family(self) -> Family:

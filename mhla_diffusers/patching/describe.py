@@ -11,7 +11,7 @@ from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, block_sizes, check_grid
 from ..config import USUAL_STEPS, CausalConfig, LinearConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
-from ..reporting import from_to, scaled, text_table, times
+from ..reporting import scaled, text_table, times
 from ..settings import PositiveInteger, check_value
 from .finding import find_patched, find_transformers
 from .layer import layer_of
@@ -118,7 +118,8 @@ class Description(list[LayerDescription]):
             blocks = f"{times(layer.blocks)} = {math.prod(layer.blocks)}" if layer.blocks else "-"
             density = "-" if layer.density is None else f"{layer.density:.1%}"
             extra = f"{layer.extra_parameters:,}"
-            rows.append((layer.name, kind, times(layer.grid), blocks, from_to(layer.tokens_per_block), density, extra))
+            ends = " to ".join(map(str, sorted({*(layer.tokens_per_block or ())}))) or "-"
+            rows.append((layer.name, kind, times(layer.grid), blocks, ends, density, extra))
         header = "layer", "attention", "grid", "MHLA blocks", "tokens per block", "density", "extra parameters"
         columns = list(zip(header, zip(*rows, strict=True), strict=True))
         shown = columns[:3] + [one for one in columns[3:] if any(cell not in ("-", "0") for cell in one[1])]

@@ -27,7 +27,7 @@ _Sizes = Annotated[
 ]
 _Upscale = Annotated[bool, typer.Option("--upscale", help="Enlarge files that are too small, else left out.")]
 _Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
-_Precision = Annotated[str, typer.Option("--precision", "--dtype", help="bf16 (or bfloat16), or no for float32.")]
+_Precision = Annotated[str, typer.Option("--precision", help="bf16, or no for float32.")]
 
 
 def finetune_command(
@@ -162,13 +162,13 @@ def _log_lines() -> None:
 
 def _load(model: str, device: str, precision: str, uses_transformer: bool) -> Any:
     """Load a pipeline, without its transformer if that is not used."""
-    from ..devices import FLOAT_TYPES, dtype_name
+    from ..devices import PRECISIONS
+    from ..errors import check_choice
     from ..generation.pipelines import family_of, load_pipeline, transformers_of
 
-    dtype = FLOAT_TYPES[dtype_name(precision, "precision", ("float32", "bfloat16"))]
-    return load_pipeline(
-        model, family_of(model).name, device, dtype, () if uses_transformer else transformers_of(model)
-    )
+    check_choice("precision", precision, tuple(PRECISIONS))
+    left_out = () if uses_transformer else transformers_of(model)
+    return load_pipeline(model, family_of(model).name, device, PRECISIONS[precision], left_out)
 
 
 def _clips(

@@ -5,10 +5,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ..config import AnyPatch
-from ..devices import precision_name
 from ..errors import check
 from ..files import read_text
 from ..settings import Count, Flag, Number, Positive, PositiveInteger, Settings, read_yaml, settings
@@ -33,10 +32,6 @@ MAY_CHANGE = (
     *("checkpoint_every", "keep_checkpoints", "tracker", "validation"),
 )
 """Settings that may differ when a run is resumed; samples per update and held-out samples are compared besides."""
-
-
-def _precision(name: object) -> str:
-    return precision_name(name, ("float32", "bfloat16"))
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -116,8 +111,8 @@ class TrainingConfig(Settings):
     """Samples per process and forward."""
     gradient_accumulation: PositiveInteger = 1
     """Forwards per update."""
-    precision: Annotated[Literal["no", "bf16"], BeforeValidator(_precision)] = "no"
-    """bf16, or bfloat16, keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
+    precision: Literal["no", "bf16"] = "no"
+    """bf16 keeps frozen weights in bfloat16 and trained ones in float32, and computes under autocast."""
     base_dtype: BaseType | None = None
     """Type that the blocks' linear layers are kept in under LoRA; they compute in that of ``precision``."""
     optimizer: OptimizerName = "adamw"

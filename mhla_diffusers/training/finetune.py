@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..config import load_patch
-from ..devices import FLOAT_TYPES, dtype_name, is_first_process, launched_on_cpus
+from ..devices import PRECISIONS, is_first_process, launched_on_cpus
 from ..errors import check
 from ..families import Clip, trained_family
 from ..files import folder_for_results, read_json
@@ -97,7 +97,7 @@ class NamedRun:
                 f"patch={config.patch!r} is for the {patch.family!r} family (made for {patch.base_model}), but "
                 f"{self.name} belongs to {family.name!r}.",
             )
-        self._dtype = FLOAT_TYPES[dtype_name(config.precision)]
+        self._dtype = PRECISIONS[config.precision]
         self._settings = read_json(pipeline_file(config.model, f"{config.component}/config.json"))
 
     def transformer(self, with_weights: bool) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -25,7 +26,7 @@ from ..families import NoisedBatch, trained_family
 from ..files import fingerprint, folder_for_results, write_tensors
 from ..patching import MHLALayer, find_patched, mhla_layers
 from ..patching.weights import LORA
-from ..reporting import progress, scaled, shows_bars
+from ..reporting import progress, scaled
 from .config import TrainingConfig
 from .data.batches import NoisedBatches, TrainingData
 from .data.times import frames_together
@@ -334,7 +335,7 @@ class Recipe:
         # otherwise TensorBoard keeps points after the checkpoint that the run resumes from
         first_new = self.step + 1 if self.step else 0
         self.accelerator.init_trackers("mhla", init_kwargs={"tensorboard": {"purge_step": first_new}})
-        above_bar = logging_redirect_tqdm() if shows_bars() else nullcontext()
+        above_bar = logging_redirect_tqdm() if sys.stderr.isatty() else nullcontext()
         total, hidden = self.config.steps, not self.is_first
         try:
             with above_bar, progress(total=total, initial=self.step, unit="step", disable=hidden) as bar:

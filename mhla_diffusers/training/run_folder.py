@@ -5,7 +5,7 @@
     output/
       metrics.jsonl                     one line per update and per validation
       checkpoints/step-00000500/        weights.safetensors and average.safetensors of what is trained, accelerate's
-                                        state, and state.json, which holds the SHA-256 of each of them and of itself
+                                        state, and state.json, which holds the SHA-256 of each of them
       samples/step-00000500/            what a validation generated
       result/                           what load_mhla (or from_pretrained) loads after the last step
 
@@ -23,10 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..files import (
-    check_hash,
     file_hash,
-    read_checked_json,
-    write_checked_json,
+    read_json,
+    write_json,
     write_text,
     write_whole_folder,
 )
@@ -87,7 +86,7 @@ class RunFolder:
         def write_all(aside: Path) -> None:
             write(aside)
             hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
-            write_checked_json({"format_version": FORMAT_VERSION, **state, "files": hashes}, aside / _STATE)
+            write_json({"format_version": FORMAT_VERSION, **state, "files": hashes}, aside / _STATE)
 
         write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write_all)
         for old in self.checkpoints()[:-keep]:
@@ -129,13 +128,16 @@ def read_state(folder: Path, with_files: bool = False) -> dict[str, Any]:
     ValueError for a checkpoint that is damaged or of an earlier version, FileNotFoundError for one that lacks a file.
     """
     try:
-        state = read_checked_json(folder / _STATE)
-        if state.get("format_version") != FORMAT_VERSION:
-            raise ValueError("it is of an earlier version, whose result/ a new run can begin with (patch: …/result).")
+        state = read_json(folder / _STATE)
+        if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"{_STATE} is of an earlier version, whose result/ a new run can begin with (patch: …/result)."
+            )
         state = {**state, "config": TrainingConfig.read(state["config"]).to_dict()}
         missing = [name for name in state["files"] if not (folder / name).is_file()]
         for name in state["files"] if with_files and not missing else ():
-            check_hash(folder / name, state["files"][name], _STATE)
+            if file_hash(folder / name) != state["files"][name]:
+                raise ValueError(f"{name} is damaged or was changed: its SHA-256 is not the one in {_STATE}.")
     except ValueError as error:
         raise ValueError(f"Checkpoint {folder} cannot be read: {error} {_instead_of(folder)}") from error
     if missing:

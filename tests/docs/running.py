@@ -40,9 +40,9 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r'^pip install (--no-deps CHECKOUT|vllm==|"sglang).*', "pip install ."),
     (r'^echo "(from mhla_diffusers.*)" > .*', r'python -c "\1"'),
     (
-        r"^(?:DIFFUSION_ATTENTION_BACKEND=MHLA )?MHLA_PROFILE=(\S+) (?:vllm|sglang) .*",
+        r"^(?:DIFFUSION_ATTENTION_BACKEND=MHLA )?MHLA_PATCH=(\S+) (?:vllm|sglang) .*",
         "python -c \"from mhla_diffusers.engines.settings import settings_from_environment; "
-        r"settings_from_environment(dict(MHLA_PROFILE='\1'))" + '"',
+        r"settings_from_environment(dict(MHLA_PATCH='\1'))" + '"',
     ),
     # models of the Hub
     ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", TINY_WAN),

@@ -87,7 +87,6 @@ def attend(rank: int, world: int) -> dict[str, torch.Tensor]:
         mask = torch.ones(local[0].shape[:2], dtype=torch.bool)
         mask[:, -3:] = rank != world - 1
         results["mask"] = blocks[0](*local, attn_mask=mask)
-        results["scale"] = layer("blocks.0.attn1", softmax_scale=1.0)(*local)
         results["causal"] = layer("blocks.0.attn1", causal=True)(*local)
         results["no number"] = layer("middle.attn1")(*local)
         batch.raw_latent_shape = torch.Size((1, 256, 64))
@@ -101,17 +100,11 @@ def attend(rank: int, world: int) -> dict[str, torch.Tensor]:
             softmax_scale=HEAD_DIM**-0.5,
             num_kv_heads=HEADS,
             prefix="blocks.0.attn",
-            packed_trailing_padding=True,
         )
         with in_step(1):
-            flat = [x[0] for x in tensors(TEXT + TOKENS + 7)]
-            for name, ends in {
-                "packed": (0, TEXT + TOKENS, len(flat[0])),
-                "packed several": (0, 100, 150, 272),
-            }.items():
-                results[name] = packed.forward_varlen(
-                    *flat, cu_seqlens=torch.tensor(ends), max_seqlen=TEXT + TOKENS, cu_seqlens_host=ends
-                )
+            flat, ends = [x[0] for x in tensors(TOKENS)], (0, 100, TOKENS)
+            bounds = {"cu_seqlens": torch.tensor(ends), "cu_seqlens_host": ends, "max_seqlen": 156}
+            results["packed"] = packed.forward_varlen(*flat, **bounds)
             compiled = torch.compile(layer("blocks.0.attn1"), backend="eager")
             results["compiled"] = compiled(*tensors(TOKENS))
             results["compiled"] = compiled(*tensors(TOKENS))

@@ -121,22 +121,6 @@ def test_a_share_is_one_of_the_steps_or_of_50_if_their_number_is_unknown(setting
     assert lines()[1:] == [f"MHLA: sparse in {12 - count} of 12 attentions, {count} dense: dense steps"]
 
 
-def test_first_steps_need_the_step(settings, lines):
-    settings(MHLA_DENSE_FIRST="2")
-    torch.testing.assert_close(wan_output("MHLA", step=None), wan_output("TORCH_SDPA"), atol=0, rtol=0)
-    assert "the step is unknown, on which dense_first=2 depends" in lines()[0]
-
-
-def test_dense_layers_need_the_number_of_a_layer(settings, lines, backend):
-    """As a refiner's attention, whose prefix has none."""
-    settings(MHLA_DENSITY="0.15", MHLA_DENSE_LAYERS="1")
-    numbered, tensors = self_attention(backend)
-    attend, _ = self_attention(backend, prefix="refiner.attn1")
-    torch.testing.assert_close(attend(*tensors, layout(latent_grid=tiny.GRID)), softmax(*tensors), atol=0, rtol=0)
-    assert "the layer has no number, on which dense_layers=1 depends" in lines()[0]
-    del numbered
-
-
 def test_what_dense_steps_measure_corrects_the_steps_that_follow(settings):
     """Also where the model does not tell how many steps there are, as the engine's Wan does not."""
     outputs = {}
@@ -155,7 +139,6 @@ def test_what_dense_steps_measure_corrects_the_steps_that_follow(settings):
     ("metadata", "kwargs", "words"),
     [
         (lambda: None, {}, "the token grid is unknown"),
-        (lambda: layout(), {}, "the token grid is unknown"),
         (lambda: layout(latent_grid=(5, 8, 13)), {}, "480 tokens are not those of the grid 5x8x13"),
         (lambda: layout(latent_grid=tiny.GRID, attn_mask=torch.ones(1, TOKENS).bool()), {}, "a mask of shape (1, 480)"),
         (

@@ -156,7 +156,7 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
         (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
         (("dit", "3", "--patch", "me/nowhere"), "me/nowhere"),
-        (("dit", "seven", "--prompt-file", "nowhere.txt"), "There is no nowhere.txt"),
+        (("dit", "seven", "--prompt-file", "nowhere.txt"), "nowhere.txt"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
         (("dit", "seven", "a cat", *FAST_SET), "'a cat' is not a class"),
         (("wan", "x", *FAST_SET, "--set", "height=33"), "fails with the settings {'num_inference_steps': 1, 'height'"),

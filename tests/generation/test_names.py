@@ -72,8 +72,8 @@ def test_every_command_reads_prompts_alike(read, tmp_path):
         (read_prompt_table, "a.csv", b"image\na.png\n", "Row 1 .*no prompt"),
         (read_prompt_table, "a.csv", b"prompt\na seven\n", "Row 1 .*'text'; .*prompt"),
         (read_prompt_table, "a.csv", b"text,image\n", r"a\.csv .*no prompts"),
-        (read_prompt_table, "a.csv", b"text\na four\na seven, moving left\n", "Row 2 .*1 columns.*quotation marks"),
-        (read_prompt_table, "a.csv", b"text,image\na seven, left,a.png\n", "Row 1 .*2 columns.*quotation marks"),
+        (read_prompt_table, "a.csv", b"text\na four\na seven, moving left\n", "line 3.*1 columns.*quotation marks"),
+        (read_prompt_table, "a.csv", b"text,image\na seven, left,a.png\n", "line 2.*2 columns.*quotation marks"),
         (read_prompt_table, "a.jsonl", b"[1]\n", "Row 1 .*no prompt"),
     ],
 )

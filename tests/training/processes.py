@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from mhla_diffusers import apply_mhla
-from mhla_diffusers.devices import FLOAT_TYPES
+from mhla_diffusers.devices import PRECISIONS
 from mhla_diffusers.training import TrainingConfig, train
 
 from ..forking import CONTEXT
@@ -77,7 +77,7 @@ def train_as_launched(
     os.environ.update(environment)
     config = TrainingConfig.read(settings)
     make, data = _FAMILIES[family]
-    transformer = make().to(FLOAT_TYPES["bfloat16" if config.precision == "bf16" else "float32"])
+    transformer = make().to(PRECISIONS[config.precision])
     if config.patch is not None:
         apply_mhla(transformer, config.patch)
     result = train(transformer, data(), config, resume=resume)

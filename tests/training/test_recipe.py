@@ -1,4 +1,5 @@
 import io
+import json
 import shutil
 import sys
 import time
@@ -12,7 +13,6 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from mhla_diffusers import MHLAConfig, SparseConfig, apply_mhla
-from mhla_diffusers.files import read_checked_json, write_checked_json
 from mhla_diffusers.training import InMemoryData, TrainingDivergedError, ValidationConfig, read_metrics, train
 from mhla_diffusers.training.data.batches import BatchOrder
 
@@ -246,7 +246,6 @@ def _flip(file: Path) -> None:
         *((name, Path.unlink, FileNotFoundError) for name in _FILES),
         ("average.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-1]), ValueError),
         *(("state.json", lambda file, x=x: file.write_text(x), ValueError) for x in ("{", "[]", "{}")),
-        ("state.json", lambda file: file.write_text(file.read_text().replace('"seed": 0', '"seed": 1')), ValueError),
     ],
 )
 def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlier_one(
@@ -265,8 +264,8 @@ def test_checkpoint_that_lacks_a_file_or_is_damaged_names_the_file_and_an_earlie
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished / "run", tmp_path / "run")
     file = tmp_path / "run/checkpoints/step-00000002/state.json"
-    state = read_checked_json(file)
+    state = json.loads(file.read_text())
     old = {name: value for name, value in state.items() if name != "format_version"}
-    write_checked_json({**old, "config": {"output": "x", "stages": []}}, file)
+    file.write_text(json.dumps({**old, "config": {"output": "x", "stages": []}}))
     with refused("earlier version", "patch: …/result"):
         train(tiny_wan(), wan_data(), settings(tmp_path / "run", steps=2, ema_decay=0.9), resume="latest")

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ...errors import check
 from ...families import Family, Sample
-from ...files import folder_for_results, weights_of
+from ...files import fingerprint, folder_for_results
 from ...generation.noise import generator_for
 from ...patching import is_patched
 from ...reporting import progress
@@ -127,7 +127,7 @@ def synthesize(
     )
     clip = clips.longest(data.usual)
     settings = {"frames": list(clips.lengths), "sizes": [list(clip.sizes[0])], "steps": steps, "guidance": guidance}
-    made_with = data.header({**settings, "seed": seed, "weights": weights_of(Path(model))})
+    made_with = data.header({**settings, "seed": seed, "weights": fingerprint(Path(model))})
     names = {f"{number}: {prompt}": "" for number, prompt in enumerate(prompts)}
     with folder_for_results(Path(output)):
         writer = CacheWriter(output, made_with, names, _on_cpu(training.encode_prompt(pipe, "")), {})

@@ -11,7 +11,7 @@ import torch
 from ...errors import check
 from ...families import Clip, trained_family
 from ...families.models import strides_of
-from ...files import read_json, weights_of
+from ...files import fingerprint, read_json
 from ...generation.pipelines import (
     check_classes,
     component_identity,
@@ -81,7 +81,7 @@ class DataModel:
         """Return what identifies latents that it encodes with some settings; weights on the Hub are None."""
         parts: dict[str, Any] = {}
         for name in ("vae", "text_encoder"):
-            parts |= {name: component_identity(self.name, name), f"{name}_weights": weights_of(Path(self.name, name))}
+            parts |= {name: component_identity(self.name, name), f"{name}_weights": fingerprint(Path(self.name, name))}
         return {"family": self.family.name, **parts, "begins_with_picture": self.begins_with_picture, **settings}
 
     def latent_shape(self, bucket: tuple[int, ...]) -> tuple[int, ...]:

@@ -123,7 +123,7 @@ def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, ca
         ("jsonl", b"\n", "metadata.jsonl .*empty"),
         ("jsonl", b'{"file_name": "", "text": "x"}\n', "Row 1 of .*'file_name': ''"),
         ("csv", b"text,file_name\nx\n", "Row 1 of .*'file_name': None"),
-        ("csv", b"file_name,text\na.png,a, b\n", "Row 1 of .* 2 "),
+        ("csv", b"file_name,text\na.png,a, b\n", "line 2.* 2 "),
         ("csv", b"file_name,text,text\na.png,a,b\n", "metadata.csv.*'text'"),
         ("csv", b"file_name,text\na.png,a\nb/../a.png,b\n", "Row 2 of .* a.png"),
         ("jsonl", b"\xff", "metadata.jsonl .*UTF-8"),
