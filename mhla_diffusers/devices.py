@@ -5,8 +5,6 @@ import os
 import psutil
 import torch
 
-from .errors import check_choice
-
 FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by name."""
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16}
@@ -21,7 +19,8 @@ def choose_device(name: str) -> torch.device:
     if accelerator is not None:
         kind, count = accelerator.type, torch.accelerator.device_count()
         known += [kind, *(f"{kind}:{index}" for index in range(count))]
-    check_choice("device", name, known)
+    if name not in known:
+        raise ValueError(f"device={name!r} is not here; allowed: {', '.join(known)}.")
     return torch.device(name)
 
 

@@ -13,7 +13,7 @@ def test_devices_that_are_here():
 
 @pytest.mark.parametrize("name", ["tpu9", "", "meta", "cuda:99", "xpu:7"])
 def test_device_that_is_not_here_is_refused_with_those_that_are(name):
-    with pytest.raises(ValueError, match=f"device='{name}'.* 'cpu'"):
+    with pytest.raises(ValueError, match=f"device='{name}'.* cpu"):
         choose_device(name)
 
 
