@@ -8,12 +8,11 @@ import torch
 
 from .attention import sparse_attention
 from .benchmark.cases import Shape, choose_cases
-from .benchmark.commands import place_of
 from .benchmark.correctness import operator_errors, too_large
-from .benchmark.counts import ATTENTION, count_forward
 from .benchmark.measure import Row, Runs, gather_conditions, page_of, time_interleaved
 from .benchmark.operator import softmax_runs
 from .config import PROFILES, USUAL_STEPS, SparseConfig
+from .devices import device_and_type
 from .patching.describe import dense_in_words
 from .reporting import markdown_table
 
@@ -33,7 +32,8 @@ def check(
     info`, ``size`` such as "480x832", by default the model's first. A CPU times a part of its tokens. ValueError for a
     size that the model does not take, or a model whose attention is not softmax.
     """
-    place, kind, on_cpu = place_of(device, dtype)
+    place, kind = device_and_type(device, dtype)
+    on_cpu = place.type == "cpu"
     case = choose_cases([model], size and [size], None if frames is None else [frames], smallest=True)[0]
     if case.family.computes != "softmax":
         raise ValueError(
@@ -44,12 +44,12 @@ def check(
     errors = operator_errors(shape, place, kind)
     wrong, worst = too_large(errors, kind), max(errors, key=errors.__getitem__)
     rows = time_interleaved(_runs(shape, place, kind), place, 0.5 if on_cpu else 1.0, least=3, most=15)
-    plain = count_forward(case)
-    whole, share = sum(plain.values()), plain[ATTENTION] / sum(plain.values())
+    plain = case.flops()
+    whole, share = sum(plain.values()), plain["self-attention"] / sum(plain.values())
     bounds = {}
     for name, settings in PROFILES.items():
         config = SparseConfig(**settings)
-        left = sum(count_forward(case, config).values())
+        left = sum(case.flops(config).values())
         call, steps = config.call_speedup(whole, left, USUAL_STEPS), dense_in_words(config, USUAL_STEPS)
         bounds[name] = f"{whole / left:.2f}", f"{call:.2f}", steps
     if wrong:

@@ -24,6 +24,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def device_and_type(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """Return device and type by their names, by default bfloat16 on a GPU and float32 on a CPU."""
+    place = choose_device(device)
+    return place, FLOAT_TYPES[dtype_name(dtype or ("float32" if place.type == "cpu" else "bfloat16"))]
+
+
 def launched_processes() -> int:
     """Count the processes that a launcher started, including this one; 1 without a launcher."""
     if torch.distributed.is_initialized():

@@ -16,17 +16,15 @@ import torch
 from typer.testing import CliRunner
 
 import mhla_diffusers
-from mhla_diffusers import mhla_layers, save_mhla
+from mhla_diffusers import save_mhla
 from mhla_diffusers.benchmark.cases import models as models_to_measure
 from mhla_diffusers.benchmark.info import print_any_patch
 from mhla_diffusers.cli import app, run
 from mhla_diffusers.config import patch_names
 from mhla_diffusers.families.refused import REFUSED
-from mhla_diffusers.patching import PATCH_FILE
 from mhla_diffusers.reporting import require_matplotlib
 
 from . import models
-from .refusals import refused
 
 
 def mhla(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -81,17 +79,12 @@ def test_info_on_a_saved_patch(tmp_path, capsys):
     save_mhla(model, tmp_path, weights="changed", base=models.wan(), base_model="someone/base")
     print_any_patch(str(tmp_path))
     shown = capsys.readouterr().out
-    count = sum(p.numel() for layer in mhla_layers(model).values() for p in layer.parameters())
-    assert f"12 tensors of MHLA with {count:,} values, 1 of the model with 576" in " ".join(shown.split())
-    for words in ("someone/base", "changed", "[2, 2, 3]"):
+    for words in ("someone/base", "changed", "[2, 2, 3]", "blocks.1.attn1.to_q.weight"):
         assert words in shown
     print_any_patch("tiny-wan-mhla")
     shown = capsys.readouterr().out
     assert "[3, 4, 4]" in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if "/" not in line)
-    (tmp_path / PATCH_FILE).write_bytes(b"short")
-    with refused(PATCH_FILE):
-        print_any_patch(str(tmp_path))
 
 
 def test_info_as_a_report():

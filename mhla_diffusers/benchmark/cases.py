@@ -10,9 +10,11 @@ import torch
 
 from ..attention.costs import AttentionSizes
 from ..attention.layout import check_layout
-from ..config import PatchConfig, SparseConfig
+from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..errors import check_names
 from ..families import Family, Model, families, get_family
+from ..patching.describe import forward_flops
+from ..patching.patch import patched_layers
 from ..reporting import parse_size, times
 
 SPARSE_CONFIG = SparseConfig(block_size=64, key_block_size=32)
@@ -43,7 +45,7 @@ class Shape:
         return math.prod(self.grid)
 
     def sizes(self, config: PatchConfig) -> AttentionSizes:
-        """Return what the cost of a patch depends on here."""
+        """Return what the cost of an attention depends on here."""
         return config.sizes_on(self.grid, self.heads, self.head_dim)
 
     def draw_inputs(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -71,12 +73,11 @@ class Case:
     """None for an image."""
 
     def __post_init__(self) -> None:
-        model = self.model
-        side = model.stride * model.patch
+        model, side = self.model, self.model.stride * self.model.patch
         sides = ("height", self.height, side, 0), ("width", self.width, side, 0)
         for name, given, step, more in (*sides, ("frames", self.frames, model.temporal_stride, 1)):
-            if given is not None and (given < max(1, step * (not more)) or (given - more) % step):
-                below = max(1 - more, (given - more) // step) * step + more
+            if given is not None and (given < 1 or (given - more) % step):
+                below = (given - more) // step * step + more
                 multiple = f"a multiple of {step}{', plus 1,' if more else ''} for {model.name}"
                 raise ValueError(f"{name}={given} must be {multiple}; near it are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:
@@ -85,7 +86,7 @@ class Case:
     @property
     def family(self) -> Family:
         """The family that the model belongs to."""
-        return next(family for family in families() if self.model.transformer in family.transformers)
+        return get_family(self.model.transformer)
 
     @property
     def size(self) -> str:
@@ -116,12 +117,21 @@ class Case:
         sparse = SPARSE_CONFIG if self.family.computes == "softmax" else None
         return Shape(self.name, grid, blocks, model.heads, model.head_dim, sparse, model.has_rope)
 
-    def build(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
-        """Build the transformer, or some of its layers, in eval mode with seeded random weights.
+    def flops(self, config: PatchConfig | None = None) -> dict[str, int]:
+        """Return the FLOPs of one forward by part, as :func:`forward_flops`; ValueError for blocks that do not fit."""
+        if isinstance(config, LinearConfig):
+            config.layout_on(self.grid)
+        transformer = self.build(torch.device("meta"), torch.bfloat16)
+        names = list(self.family.self_attentions(transformer))
+        chosen = [] if config is None else [names[index] for index in patched_layers(config, len(names))]
+        return forward_flops(transformer, self.family, self.grid, config, chosen)
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Build the transformer in eval mode with seeded random weights.
 
         The parts that diffusers keeps in float32 are in float32.
         """
-        settings = self.family.class_settings(self.model, self.height, self.frames, layers)
+        settings = self.family.class_settings(self.model, self.height, self.frames)
         torch.manual_seed(0)
         with device:
             transformer = self.family.transformer_class(self.model.transformer)(**settings).to(device)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import typer
-from safetensors import safe_open
 
 from ..attention import BACKENDS, feature_map_names
 from ..config import (
@@ -21,17 +20,12 @@ from ..config import (
     patch_names,
 )
 from ..families import families
-from ..patching import PATCH_FILE, read_record
+from ..patching import read_record
 from ..patching.describe import dense_in_words
 from ..reporting import scaled, text_table, times, wrap
-from ..tiny import TINY
 from .cases import choose_cases
 from .cases import models as known_models
-from .counts import ATTENTION, PARTS, count_forward
 from .measure import versions
-
-_SPARSE, _LINEAR = "works untrained", "has to be adapted first"
-"""What a fresh patch needs."""
 
 
 def print_info() -> None:
@@ -48,12 +42,11 @@ def print_info() -> None:
     presets: dict[str, list[tuple[str, str, str]]] = {}
     for name in patch_names():
         preset = load_patch(name)
-        config = preset.patch
-        setting = f"{config.density:.1%}" if isinstance(config, SparseConfig) else ""
-        setting = times(config.blocks) if isinstance(config, LinearConfig) else setting
+        config: Any = preset.patch
+        setting = times(config.blocks) if isinstance(config, LinearConfig) else f"{config.density:.1%}"
         row = f"  {name}", f"{config.short_name}, {setting}", str(config.layers)
         presets.setdefault(preset.base_model, [(preset.base_model, "", "")]).append(row)
-    title = f"\nPresets: sparse attention {_SPARSE}, MHLA {_LINEAR}"
+    title = "\nPresets: sparse attention works untrained, MHLA has to be adapted first"
     rows = [row for of_model in presets.values() for row in of_model]
     _print_table(title, ["base model, presets for --patch", "attention", "layers"], rows)
     adapted = []
@@ -76,16 +69,12 @@ def report() -> str:
 
 
 def summary_of(config: PatchConfig) -> str:
-    """Return which attention runs in which layers, with its main setting."""
+    """Return which attention runs in which layers, with its main setting, and whether it works untrained."""
     layers = "every layer" if str(config.layers) == "all" else f"layers {config.layers}"
     if isinstance(config, SparseConfig):
-        return f"{config.attention}, density {config.density:.1%}, in {layers}"
+        return f"{config.attention}, density {config.density:.1%}, in {layers}; works untrained"
     assert isinstance(config, LinearConfig)
-    return f"{config.attention} of {times(config.blocks)} blocks in {layers}"
-
-
-def _needs(config: PatchConfig) -> str:
-    return _LINEAR if isinstance(config, LinearConfig) else _SPARSE
+    return f"{config.attention} of {times(config.blocks)} blocks in {layers}; has to be adapted first"
 
 
 def print_model(
@@ -103,32 +92,29 @@ def print_model(
     if of_family not in ("", family.name):
         raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
     config = config.replace(**changes)
-    counts = [(one, count_forward(one), count_forward(one, config)) for one in cases]
-    _, plain, patched = counts[0]
+    plain, patched = case.flops(), case.flops(config)
     whole, left = sum(plain.values()), sum(patched.values())
     cost, cost_after = (scaled(one, 1000, "FLOP") for one in (whole, left))
     tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
     _say(f"{name} at {case.size}: {tokens}; its own attention is {family.computes}")
-    if case.model.is_tiny and name.removeprefix("tiny-") in TINY:
-        _say(f"a configuration for trying commands out; {name} of mhla generate is another one, with other strides")
-    _say(f"patched: {summary_of(config)}; {_needs(config)}")
+    _say(f"patched: {summary_of(config)}")
     _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}")
     if config.has_dense_steps:
         _say(f"{dense_in_words(config, steps)}: a call at most {config.call_speedup(whole, left, steps):.2f}")
-    rows = [(part, *(scaled(one[part], 1000, "") for one in (plain, patched))) for part in PARTS if plain[part]]
+    rows = [(part, *(scaled(x, 1000, "") for x in (plain[part], patched[part]))) for part in plain if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
     _print_table("\nFLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
-    part = plain[ATTENTION] / whole
-    most = f"; an attention that cost nothing would bring {1 / (1 - part):.2f}" if part < 1 else ""
-    _say(f"\nSelf-attention is {part:.0%} of the unpatched forward{most}.")
+    part = plain["self-attention"] / whole
+    _say(f"\nSelf-attention is {part:.0%} of the forward; one that cost nothing would bring {1 / (1 - part):.2f}.")
     if len(cases) > 1:
-        rows = []
-        for one, plain, patched in counts:
-            whole, left = sum(plain.values()), sum(patched.values())
-            share, factor = f"{plain[ATTENTION] / whole:.0%}", f"{whole / left:.2f}"
-            rows.append((one.size, f"{math.prod(one.grid):,}", share, factor))
+        lines = []
+        for one in cases:
+            plain = one.flops()
+            whole, left = sum(plain.values()), sum(one.flops(config).values())
+            share = f"{plain['self-attention'] / whole:.0%}"
+            lines.append((one.size, f"{math.prod(one.grid):,}", share, f"{whole / left:.2f}"))
         header = ["at", "tokens", "self-attention", "factor"]
-        _print_table("\nThe most that the patch brings to a forward, by size", header, rows, right=True)
+        _print_table("\nThe most that the patch brings to a forward, by size", header, lines, right=True)
 
 
 def _first_config(patch: str) -> tuple[str, PatchConfig]:
@@ -145,19 +131,11 @@ def print_any_patch(patch: str) -> None:
     folder = _saved_folder(patch)
     if folder is None:
         preset = load_patch(patch)
-        _say(f"{patch} runs {summary_of(preset.patch)}; {_needs(preset.patch)}\n")
-        _print_table(preset.description, ["setting", "value"], _rows(preset.to_dict()))
-        return
+        _say(f"{patch} runs {summary_of(preset.patch)}\n")
+        return _print_table(preset.description, ["setting", "value"], _rows(preset.to_dict()))
     record = read_record(folder)
-    runs = dict.fromkeys(summary_of(PatchConfig.read(part.patch)) for part in record.transformers.values())
-    with safe_open(folder / PATCH_FILE, framework="pt") as tensors:
-        sizes = {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    own = [size for name, size in sizes.items() if ".mhla." in name]
-    _say(
-        f"{folder} was saved with what it has learned, for load_mhla(): {' and '.join(runs)}\n\n"
-        f"{len(own)} tensors of MHLA with {sum(own):,} values, {len(sizes) - len(own)} of the model with "
-        f"{sum(sizes.values()) - sum(own):,}\n"
-    )
+    runs = dict.fromkeys(PatchConfig.read(part.patch).attention for part in record.transformers.values())
+    _say(f"{folder} was saved with what it has learned, for load_mhla(): {' and '.join(runs)}\n")
     _print_table("Saved patch", ["record", "value"], _rows(record.to_dict()))
 
 

@@ -1,7 +1,6 @@
 """Time variants in turns, and write what was measured with its conditions: CSV and a Markdown table."""
 
 import csv
-import gc
 import io
 import itertools
 import platform
@@ -16,9 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import psutil
 import torch
 
 from .. import __version__
@@ -44,7 +42,6 @@ class Row:
     baseline: bool = False
     """Whether it is an attention to be faster than: exact softmax, or the model's own where that is linear."""
     dtype: str = ""
-    status: Literal["measured", "absent", "out of memory"] = "measured"
     reason: str = ""
     """Why there is no time, or a remark on it."""
     tokens: int | None = None
@@ -61,11 +58,6 @@ class Row:
     """In dB, of a sample against the unpatched pipeline's from the same noise; 100 where they are equal."""
     ssim: float | None = None
 
-    @property
-    def spread(self) -> float:
-        """(80th − 20th percentile) / median; 0 where nothing was measured."""
-        return ((self.p80 or 0.0) - (self.p20 or 0.0)) / self.median if self.median else 0.0
-
 
 Runs = dict[Row, Callable[[], object] | str]
 """Row without times → what to time, or the reason why it cannot run here."""
@@ -80,23 +72,22 @@ def time_interleaved(
     ``seconds`` is spent on each variant, as far as ``least`` and ``most`` repetitions allow. A row that cannot run gets
     the reason in place of times.
     """
-    rows = {row: replace(row, status="absent", reason=run) for row, run in runs.items() if isinstance(run, str)}
+    rows = {row: replace(row, reason=run) for row, run in runs.items() if isinstance(run, str)}
     calls = {row: run for row, run in runs.items() if not isinstance(run, str)}
     counts: dict[Row, int] = {}
     peaks: dict[Row, int | None] = {}
     for row, run in progress(calls.items(), desc="warming up", leave=False):
-        try:
-            taken = _seconds(run, device)  # by a first run, which compiles and loads
-            if taken < seconds or device.type != "cpu":
-                taken = _seconds(run, device)
-            peaks[row] = peak_bytes(run, device)
-            counts[row] = max(least, min(most, int(seconds / max(taken, 1e-9))))
-        except _REFUSALS as error:
-            rows[row] = refused(row, error)
-            if rows[row].status == "absent":
-                rows[row] = replace(rows[row], reason=_warnings_of(run) or rows[row].reason)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        with warnings.catch_warnings(record=True) as caught:  # in which PyTorch says why an attention cannot run
+            warnings.simplefilter("always")
+            try:
+                taken, peaks[row], _ = timed(run, device)  # a first run, which compiles and loads
+                if taken < seconds or device.type != "cpu":
+                    taken, peaks[row], _ = timed(run, device)
+                counts[row] = max(least, min(most, int(seconds / max(taken, 1e-9))))
+            except _REFUSALS as error:
+                texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
+                said = [text.partition(" (Triggered")[0] for text in texts]
+                rows[row] = refused(row, error, said)
     # after the peaks, which it would add to
     cache = torch.empty(_CACHE_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     times: dict[Row, list[float]] = {row: [] for row in counts}
@@ -105,10 +96,28 @@ def time_interleaved(
         if row not in rows:
             cache.zero_()
             try:
-                times[row].append(_seconds(calls[row], device))
+                times[row].append(timed(calls[row], device)[0])
             except _REFUSALS as error:  # memory may have gone to others since it was warmed up
                 rows[row] = refused(row, error)
     return [rows.get(row) or measured(row, times[row], peaks[row]) for row in runs]
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, int | None, Any]:
+    """Call a function once; return seconds, most bytes that the CUDA allocator held, None elsewhere, and its result."""
+    if device.type != "cuda":
+        _wait_for(device)
+        start = time.perf_counter()
+        result = run()
+        _wait_for(device)
+        return time.perf_counter() - start, None, result
+    torch.cuda.reset_peak_memory_stats(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        begin.record()
+        result = run()
+        end.record()
+        end.synchronize()
+    return begin.elapsed_time(end) / 1000, torch.cuda.max_memory_allocated(device), result
 
 
 def measured(row: Row, seconds: Sequence[float], peak: int | None) -> Row:
@@ -118,61 +127,17 @@ def measured(row: Row, seconds: Sequence[float], peak: int | None) -> Row:
     return replace(row, median=median, p20=p20, p80=p80, repetitions=len(seconds), peak_bytes=peak)
 
 
-def refused(row: Row, error: BaseException) -> Row:
-    """Return the row with the variant's error as its reason."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    no_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-    return replace(row, status="out of memory" if no_memory else "absent", reason=lines[0][:300])
+def refused(row: Row, error: BaseException, reasons: Sequence[str] = ()) -> Row:
+    """Return the row with the reasons why a variant did not run, or its error; gives unused memory of CUDA back."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    said = " ".join(dict.fromkeys(reasons)) or str(error) or type(error).__name__
+    return replace(row, reason=said.partition("\n")[0][:300])
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done its work."""
+def _wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Return the most bytes that the CUDA allocator holds during a run; None on other devices."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a CUDA device, or of the machine for any other, after unused memory is given back."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)  # with the page cache, which the system gives up when asked
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-    return begin.elapsed_time(end) / 1000
-
-
-def _warnings_of(run: Callable[[], object]) -> str:
-    """Return why a backend refuses a call; PyTorch's warnings give the reasons, its error does not."""
-    with warnings.catch_warnings(record=True) as caught, suppress(*_REFUSALS):
-        warnings.simplefilter("always")
-        run()
-    reasons = [warning for warning in caught if warning.category is UserWarning]  # and not of what is deprecated
-    texts = [str(warning.message).splitlines()[0].split(" (Triggered")[0] for warning in reasons]
-    return " ".join(dict.fromkeys(texts))[:300]
 
 
 def versions() -> dict[str, str]:
@@ -247,7 +212,7 @@ class Results:
     def finish(self) -> None:
         """Say where the files are; ValueError with the reasons if nothing was measured."""
         if all(row.median is None for row in self.rows):
-            reasons = dict.fromkeys(f"{row.variant} is {row.status} ({row.reason})" for row in self.rows)
+            reasons = dict.fromkeys(f"{row.variant}: {row.reason}" for row in self.rows)
             raise ValueError(f"Nothing was measured: {'; '.join(reasons)}.")
         sys.stdout.write(f"Wrote {self.file}.csv and .md\n")
 
@@ -269,10 +234,10 @@ def tables_of(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[list[str], list[
         here = [row for row in rows if (row.case, row.stage) == (case, stage)]
         remarks: dict[str, list[str]] = {}
         for row in here:
-            said = ": ".join(filter(None, (row.status if row.status != "measured" else "", row.reason)))
-            if said:
+            if row.reason:
+                said = row.reason if row.median else f"not measured: {row.reason}"
                 remarks.setdefault(said, []).append(row.variant)
-        columns = _columns_of([row for row in here if row.status == "measured"])
+        columns = _columns_of([row for row in here if row.median])
         table = list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
         yield f"{case}, {stage}" if stage else case, table, [f"{said}: {'; '.join(x)}" for said, x in remarks.items()]
 

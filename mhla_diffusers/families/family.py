@@ -26,8 +26,8 @@ Reader = Callable[[Any, Mapping[str, Any]], tuple[int, ...]]
 """Returns the token grid, given the transformer and the arguments of its forward by name."""
 
 
-_OF_TEXT = ("attn2.to_k", "attn2.to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context", "txt_mlp")
-"""Parts of the names of linear layers that see the text alone."""
+_OF_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff_context", "txt_mlp")
+"""Parts of the names of linear layers that see the text alone, as cross-attention's keys and values do."""
 
 
 def usual_latent_frames(config: Any, frames: int, stride: int) -> int:
@@ -171,21 +171,26 @@ class Family:
         found = {path: (part, part_of(block, path)) for path, part in paths.items()}
         return {path: (part, module) for path, (part, module) in found.items() if isinstance(module, nn.Module)}
 
-    def other_flops(self, transformer: Any, grid: tuple[int, ...]) -> int:
-        """Return the FLOPs of a forward of one sample and its longest text, beside self-attention and modulation."""
-        tokens, flops = math.prod(grid), 0
+    def other_flops(self, transformer: Any, grid: tuple[int, ...]) -> dict[str, int]:
+        """Return the FLOPs of a forward of one sample and its longest text by part, beside those of self-attention."""
+        tokens, flops = math.prod(grid), {"projections": 0, "cross-attention": 0, "feed-forward": 0}
         sizes = [one.sizes(transformer.config) for one in self.inputs.conditions_of(transformer.config)]
         text = self.extra_tokens or next((size[0] for size in sizes if len(size) == 2), 0)
         for block in self.blocks_of(transformer).values():
-            linears: dict[str, int] = {}
-            for path, (part, module) in self.parts_of(block).items():
-                named = module.named_modules()
-                linears |= {f"{path}.{name}": one.weight.numel() for name, one in named if isinstance(one, nn.Linear)}
-                if part == "cross-attention":
-                    flops += 4 * tokens * text * math.prod(self.heads(module))
-            of_text = [name for name in linears if any(mark in name for mark in _OF_TEXT)]
+            layers = [  # convolutions of feed-forwards keep the grid
+                (part if part in flops else "projections", f"{path}.{name}", layer.weight.numel())
+                for path, (part, module) in self.parts_of(block).items()
+                for name, layer in module.named_modules()
+                if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+            ]
+            of_text = {name for _, name, _ in layers if any(mark in name for mark in _OF_TEXT)}
             others = tokens + (0 if of_text else self.extra_tokens)  # in one stream with the text
-            flops += sum(2 * (text if name in of_text else others) * count for name, count in linears.items())
+            of_text |= {name for part, name, _ in layers if part == "cross-attention" and name[-4:] in ("to_k", "to_v")}
+            for part, name, weights in layers:
+                flops[part] += 2 * (text if name in of_text else others) * weights
+            for part, module in self.parts_of(block).values():
+                if part == "cross-attention":
+                    flops[part] += 4 * tokens * text * math.prod(self.heads(module))
         return flops
 
     def heads(self, attn: Any) -> tuple[int, int]:
@@ -224,12 +229,8 @@ class Family:
         """Return one of :attr:`transformers`; AttributeError if the library lacks it."""
         return getattr(import_module(self.library), name)
 
-    def class_settings(
-        self, model: Model, height: int, frames: int | None = None, layers: int | None = None
-    ) -> dict[str, Any]:
-        """Return the arguments of the class that build a model for a height in pixels, with all layers or some."""
-        built = layers or model.layers
-        others = {name: max(1, count * built // model.layers) for name, count in model.more_layers.items()}
+    def class_settings(self, model: Model, height: int, frames: int | None = None) -> dict[str, Any]:
+        """Return the arguments of the class that build a model for a height in pixels."""
         known = inspect.signature(self.transformer_class(model.transformer)).parameters
         shape = {
             "num_attention_heads": model.heads,
@@ -238,7 +239,7 @@ class Family:
             "video_length": frames,
         }
         taken = {name: value for name, value in shape.items() if name in known}
-        return {**taken, **model.settings, model.layers_argument: built, **others}
+        return {**taken, **model.settings, model.layers_argument: model.layers, **model.more_layers}
 
     # The patch
 

@@ -45,7 +45,7 @@ class Model:
     temporal_patch: int = 1
     layers_argument: str = "num_layers"
     more_layers: Mapping[str, int] = field(default_factory=dict)
-    """Arguments of the class that count other layers; building fewer layers also builds fewer of these."""
+    """Arguments of the class that count other layers."""
     has_rope: bool = True
     """Whether self-attentions have RoPE, which is then measured with them."""
 

@@ -1,7 +1,7 @@
 """What a patch did to every self-attention, and token grids and block counts of sizes in pixels."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,17 +179,14 @@ def applied_in_words(patched: Patched, pipe: Any) -> str:
         grid = family.calling.grid(pipe, patched.transformer, family.default_clip)
     except ValueError:  # an autoencoder that does not say its strides, or a size that the model does not take
         return words
-    own = {name: sizes_of(attn, family, None, grid, family.extra_tokens) for name, attn in patched.attentions.items()}
-    chosen = [
-        config.sizes_on(grid, one.heads, one.head_dim, one.extra) for name, one in own.items() if name in patched.chosen
-    ]
-    plain = family.other_flops(patched.transformer, grid) + sum(one.softmax_flops for one in own.values())
-    left = plain + sum(one.flops - one.softmax_flops for one in chosen)
+    plain = sum(forward_flops(patched.transformer, family, grid).values())
+    left = sum(forward_flops(patched.transformer, family, grid, config, patched.chosen).values())
     (height, width), frames = family.default_clip.sizes[0], family.default_clip.frames
     size = f"{height}x{width}" + (f"x{frames}" if family.makes_videos else "")
     words += f"; at {size} at most {config.call_speedup(plain, left, USUAL_STEPS):.1f}x"
     if config.correct and config.has_dense_steps:
-        held = sum(residual_bytes(one.tokens + one.extra, one.heads * one.head_dim) for one in chosen)
+        sizes = [sizes_of(patched.attentions[name], family, None, grid, family.extra_tokens) for name in patched.chosen]
+        held = sum(residual_bytes(one.tokens + one.extra, one.heads * one.head_dim) for one in sizes)
         words += f", {scaled(2 * held, 1024, 'B')} for corrections with guidance"
     return words
 
@@ -270,6 +267,23 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
     elif isinstance(config, SparseConfig):
         density = config.density if grid is None else config.rule_on(grid).listed_on(grid)
     return LayerDescription(name, kind, config, running, grid, sizes, extra, density)
+
+
+def forward_flops(
+    transformer: Any,
+    family: Family,
+    grid: tuple[int, ...],
+    config: PatchConfig | None = None,
+    chosen: Collection[str] = (),
+) -> dict[str, int]:
+    """Return the FLOPs of a forward of one sample by part, with a patch in the chosen self-attentions.
+
+    Self-attention is counted without its projections; embeddings, norms and modulation, under 1 %, are not counted.
+    """
+    flops = 0
+    for name, attn in family.self_attentions(transformer).items():
+        flops += sizes_of(attn, family, config if name in chosen else None, grid, family.extra_tokens).flops
+    return {"self-attention": flops, **family.other_flops(transformer, grid)}
 
 
 def sizes_of(

@@ -359,12 +359,11 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
         check(config.layers == "all", f"layers={config.layers!r} needs a model with a family; leave it out.")
         return {}
     found = list(patched.attentions.items())
-    dense_layers = config.dense_layers if isinstance(config, SparseConfig) else 0
-    indices = [index for index in choose_layers(config.layers, len(found)) if index >= dense_layers]
+    indices = patched_layers(config, len(found))
     if not indices:
         raise ValueError(
-            f"layers={config.layers!r}, dense_layers={dense_layers} leaves none of the {len(found)} layers to patch; "
-            "choose other layers or fewer dense ones."
+            f"layers={config.layers!r} and dense_layers leave none of the {len(found)} layers to patch; choose other "
+            "layers or fewer dense ones."
         )
     chosen = dict(found[index] for index in indices)
     for name, attn in chosen.items() if isinstance(config, LinearConfig) else ():
@@ -374,6 +373,12 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 "the adapter first, for example with pipe.unload_ip_adapter()."
             )
     return chosen
+
+
+def patched_layers(config: PatchConfig, count: int) -> list[int]:
+    """Return the indices of the layers to replace, without the first ones that stay dense."""
+    dense = config.dense_layers if isinstance(config, SparseConfig) else 0
+    return [index for index in choose_layers(config.layers, count) if index >= dense]
 
 
 def choose_layers(choice: LayerChoice, count: int) -> list[int]:

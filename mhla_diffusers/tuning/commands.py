@@ -28,14 +28,14 @@ def tune_command(
     """
     import torch
 
-    from ..benchmark.commands import place_of
     from ..benchmark.pipeline import choose_pipeline
     from ..config import USUAL_STEPS
+    from ..devices import device_and_type
     from ..tiny import TINY
     from . import Target, tune
 
     Target(psnr, speedup)  # raises before a pipeline is loaded
-    texts, (place, precision, _) = read_prompts(prompts), place_of(device, dtype)
+    texts, (place, precision) = read_prompts(prompts), device_and_type(device, dtype)
     choice = choose_pipeline(
         f"tiny-{model}" if model in TINY else model,
         device=str(place),

@@ -16,9 +16,9 @@ import yaml
 from pydantic import Field
 from safetensors.torch import load_file
 
-from ..benchmark.measure import gather_conditions
+from ..benchmark.measure import gather_conditions, timed
 from ..benchmark.operator import SOFTMAX
-from ..benchmark.pipeline import WHOLE, frames_of, timed_call
+from ..benchmark.pipeline import frames_of
 from ..config import USUAL_STEPS, Patch
 from ..errors import check
 from ..families import get_family
@@ -188,22 +188,20 @@ def _judge(
     unpatched, index = tuned.trials[0], len(trial.clips)
     try:
         with trial.candidate.applied(pipe):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            times, sample = timed_call(pipe, run, device)
+            seconds, peak, sample = timed(run, device)
     except (RuntimeError, ValueError) as error:  # out of memory, or settings that this call does not have
         if trial is unpatched:
             raise
         trial.failed, trial.clips = str(error).partition("\n")[0], []
         return
-    if device.type == "cuda":
-        trial.peak_bytes = max(trial.peak_bytes or 0, torch.cuda.max_memory_allocated(device))
+    if peak is not None:
+        trial.peak_bytes = max(trial.peak_bytes or 0, peak)
     frames, file = frames_of(sample), folder / "unpatched" / f"{index}.safetensors"
     if trial is unpatched:
         write_tensors({"frames": frames.contiguous()}, file)
     reference = load_file(file)["frames"]
     values = {name: measure(frames, reference) for name, measure in measures.items()}
-    found = {"seconds": times[WHOLE], "worst_psnr": values["psnr"].min().item()}
+    found = {"seconds": seconds, "worst_psnr": values["psnr"].min().item()}
     found |= {name: value.mean().item() for name, value in values.items() if not value.isnan().any()}
     if not index:
         write_strip(frames, folder / "strips" / f"{tuned.trials.index(trial)}.png")

@@ -89,13 +89,14 @@ def measure_growth(device: torch.device, seconds: float) -> Growth:
             Row(MHLA): partial(mhla_attention, query, key, value, mixing, grid, blocks),
         }
         rows = {row.variant: row for row in time_interleaved(runs, device, 0.3, most=20)}
-        missing = [f"{name}: {row.reason or row.status}" for name, row in rows.items() if row.median is None]
+        missing = [f"{name}: {row.reason}" for name, row in rows.items() if row.median is None]
         if missing:
             ended = f"at {tokens:,} tokens: {'; '.join(missing)}"
             break
         for name, row in rows.items():
-            curves[name].append((tokens, row.median or 0.0))
-            spread = max(spread, row.spread)
+            median, low, high = row.median or math.nan, row.p20 or math.nan, row.p80 or math.nan
+            curves[name].append((tokens, median))
+            spread = max(spread, (high - low) / median)
         if time.perf_counter() - started > seconds:
             ended = f"{seconds:g} s are spent"
             break

@@ -31,7 +31,7 @@ def read_rows(file: Path) -> list[Row]:
     """The rows of a CSV of results."""
 
     def value(column: str, text: str) -> Any:
-        if column in ("case", "stage", "variant", "dtype", "status", "reason"):
+        if column in ("case", "stage", "variant", "dtype", "reason"):
             return text
         return text == "True" if column == "baseline" else float(text) if text else None
 
@@ -41,6 +41,6 @@ def read_rows(file: Path) -> list[Row]:
 
 def medians(rows: list[Row], stage: str = "forward") -> dict[str, float]:
     """Variant → seconds of those that were measured."""
-    found = [row for row in rows if row.stage == stage and row.status == "measured"]
+    found = [row for row in rows if row.stage == stage and row.median]
     assert all(0 < row.p20 <= row.median <= row.p80 for row in found)
     return {row.variant: row.median for row in found}

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mhla_diffusers.attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
 from mhla_diffusers.benchmark import correctness
 from mhla_diffusers.benchmark.cases import Shape, choose_cases
-from mhla_diffusers.benchmark.correctness import IncorrectAttentionError, check_operator
+from mhla_diffusers.benchmark.correctness import check_operator
 from mhla_diffusers.benchmark.operator import SPARSE
 from mhla_diffusers.config import MHLAConfig, SparseConfig
 
@@ -73,7 +73,7 @@ def test_every_variant_has_a_row(tmp_path):
     for stage in ("forward", "forward+backward"):
         measured = set(medians(rows, stage))
         assert {"MHLA eager", f"{SPARSE} eager", "plain linear eager", "softmax flash"} <= measured
-    absent = {row.variant: row.reason for row in rows if row.status == "absent"}
+    absent = {row.variant: row.reason for row in rows if not row.median}
     gpu_only = ("softmax cudnn", "softmax flash-attn", "softmax FlashAttention-3", "MHLA triton")
     assert all(absent[name] for name in gpu_only)
     assert {row.variant.split()[0] for row in rows if row.baseline} == {"softmax"}
@@ -92,7 +92,7 @@ def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
         return right(twice, *args, **options) if wrong == "query" else 1.1 * right(query, *args, **options)
 
     monkeypatch.setattr(correctness, name, attend)
-    with refused(f"{kind} eager ", wrong, error=IncorrectAttentionError):
+    with refused(f"{kind} eager ", wrong):
         measure(tmp_path, "op", *SMALL)
     assert not list(tmp_path.rglob("*.csv"))
 

@@ -4,16 +4,9 @@ import pytest
 import torch
 
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark.pipeline import (
-    PARTS,
-    UNPATCHED,
-    WHOLE,
-    frames_of,
-    patched,
-    similarities,
-)
+from mhla_diffusers.benchmark.pipeline import UNPATCHED, frames_of, patched, similarities
 from mhla_diffusers.config import NOTHING_DENSE, PROFILES
-from mhla_diffusers.tiny import TINY, load_tiny, pipeline_folder
+from mhla_diffusers.tiny import load_tiny, pipeline_folder
 
 from .commands import bench, measure, medians, read_rows
 
@@ -27,25 +20,17 @@ from .commands import bench, measure, medians, read_rows
         ("wan", "tiny-wan", ("fast", "tiny-wan-sparse"), ("--dense-first", "50%", "--dense-last", 0)),
     ],
 )
-def test_a_call_and_its_parts(tmp_path, family, model, patches, more):
+def test_a_call_unpatched_and_patched(tmp_path, family, model, patches, more):
     asked = [word for name in patches for word in ("--patch", name)]
     rows = measure(tmp_path, "pipeline", "--model", model, "--steps", 2, "--repetitions", 1, *asked, *more)
-    whole = medians(rows, WHOLE)
-    assert tuple(whole) == (UNPATCHED, *(patches or PROFILES))
-    for variant, seconds in whole.items():
-        parts = {row.stage: row.median for row in rows if row.variant == variant and row.stage != WHOLE}
-        assert tuple(parts) == PARTS
-        assert 0.5 * seconds < sum(parts.values()) < seconds
-        assert parts["denoising"] > 0 and parts["VAE"] > 0
-        assert (parts["text encoding"] > 0) == (not TINY[family].prompts_are_classes)
+    assert tuple(medians(rows, "whole call")) == (UNPATCHED, *(patches or PROFILES))
     described = "num_inference_steps=2" + (", dense_first=0.5, dense_last=0" if more else "")
     assert {row.case for row in rows} == {f"{model}, {described}"}
     assert {row.variant for row in rows if row.baseline} == {UNPATCHED}
-    similar = {row.variant: (row.psnr, row.ssim) for row in rows if row.stage == WHOLE}
+    similar = {row.variant: (row.psnr, row.ssim) for row in rows}
     if family != "dit":  # whose sampler draws noise of its own
         assert similar.pop(UNPATCHED) == (100, pytest.approx(1))
         assert all(0 < psnr < 100 and ssim < 1 for psnr, ssim in similar.values()), similar
-    assert all(row.psnr is None for row in rows if row.stage != WHOLE)
 
 
 def test_a_patch_is_put_on_and_leaves_no_trace():

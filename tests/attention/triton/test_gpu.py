@@ -13,7 +13,6 @@ import torch
 from mhla_diffusers import apply_mhla, mhla_layers
 from mhla_diffusers.attention import mhla_attention, sparse_attention
 from mhla_diffusers.benchmark.cases import models
-from mhla_diffusers.benchmark.measure import free_bytes
 
 from ...models import small_case
 from ..problems import KINDS, Problem, make_problem, random_lists, relative_error
@@ -46,7 +45,7 @@ def test_offsets_beyond_32_bits(many):
     size = (batch, blocks * tokens, heads, head_dim)
     assert math.prod(size) > 2**31
     # of a forward and backward pass: 16 tensors of the size of the query, some of them float32, and a margin
-    needed, free = 18 * 2 * math.prod(size), free_bytes(GPU)
+    needed, free = 18 * 2 * math.prod(size), torch.cuda.mem_get_info(GPU)[0]
     if needed > free:
         pytest.skip(f"it needs {needed / 2**30:.0f} GiB; {free / 2**30:.0f} GiB are free")
     lists = None
