@@ -361,9 +361,10 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
     found = list(patched.attentions.items())
     indices = patched_layers(config, len(found))
     if not indices:
+        dense = getattr(config, "dense_layers", 0)
         raise ValueError(
-            f"layers={config.layers!r} and dense_layers leave none of the {len(found)} layers to patch; choose other "
-            "layers or fewer dense ones."
+            f"layers={config.layers!r}, dense_layers={dense} leaves none of the {len(found)} layers to patch; choose "
+            "other layers or fewer dense ones."
         )
     chosen = dict(found[index] for index in indices)
     for name, attn in chosen.items() if isinstance(config, LinearConfig) else ():
