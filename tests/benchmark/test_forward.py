@@ -98,8 +98,8 @@ def test_variants_share_weights_and_compute_what_they_say(name):
         change = float((found - expected).norm() / expected.norm())
         if variant.startswith(SOFTMAX):
             assert change < 1e-4, variant
-        if is_patched(changed):  # sparse attention of one block of keys is softmax
-            assert (change > 1e-5) != (variant == SPARSE), variant
+        if is_patched(changed):
+            assert change > 1e-5, variant
     assert sum(map(is_patched, copies)) == (3 if name == "tiny-sana" else 4)
     assert (SPARSE in outputs) == (name != "tiny-sana") and not is_patched(transformer)
     if name == "tiny-sana":  # whose own attention is plain and linear
