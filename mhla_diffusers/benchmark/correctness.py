@@ -68,7 +68,7 @@ def operator_errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> d
             gradients = torch.autograd.grad(found, list(leaves.values()), upstream.to(found.dtype))
             names = "output", *(f"gradient of {name}" for name in leaves)
             for name, one, other in zip(names, (found, *gradients), (expected, *wanted), strict=True):
-                errors[f"{kind} {backend} {name}"] = float((one.detach().double() - other).norm() / other.norm())
+                errors[f"{kind} {backend} {name}"] = ((one.double() - other).norm() / other.norm()).item()
     return errors
 
 
