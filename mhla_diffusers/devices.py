@@ -27,7 +27,10 @@ def choose_device(name: str) -> torch.device:
 def device_and_type(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """Return device and type by their names, by default bfloat16 on a GPU and float32 on a CPU."""
     place = choose_device(device)
-    return place, FLOAT_TYPES[dtype_name(dtype or ("float32" if place.type == "cpu" else "bfloat16"))]
+    dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
+    if dtype not in FLOAT_TYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; allowed: {', '.join(FLOAT_TYPES)}.")
+    return place, FLOAT_TYPES[dtype]
 
 
 def launched_processes() -> int:
