@@ -53,13 +53,8 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_wanted: set[str] = set()
-"""Options of the command that hold for what runs it."""
-
-
-def _want_traceback(wanted: bool) -> None:
-    if wanted:
-        _wanted.add("traceback")
+_shown = {"traceback": False}
+"""What an error shows besides its text."""
 
 
 @app.callback()
@@ -67,11 +62,10 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    traceback: Annotated[
-        bool, typer.Option("--traceback", callback=_want_traceback, help="Show where an error comes from.")
-    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     """Cheap attention at long sequences for diffusers pipelines."""
+    _shown["traceback"] = traceback
 
 
 @app.command()
@@ -186,11 +180,10 @@ def run() -> None:
     """Entry point: user errors are printed with their causes, and without a traceback unless it is asked for."""
     for name in ("models.modeling_utils", "pipelines.pipeline_utils", "pipelines.wan.pipeline_wan"):
         logging.getLogger(f"diffusers.{name}").addFilter(_is_for_users)
-    _wanted.clear()
     try:
         app()
     except (ValueError, OSError, ImportError) as error:
-        if "traceback" in _wanted:
+        if _shown["traceback"]:
             raise
         typer.secho(f"Error: {_with_causes(error)}", fg=typer.colors.RED, err=True)
         typer.echo("mhla --traceback COMMAND … shows where it comes from.", err=True)

@@ -1,14 +1,11 @@
-"""Text tables, self-contained HTML pages, and matplotlib without a display."""
+"""Text tables, progress, and matplotlib without a display."""
 
-import base64
 import csv
 import io
-import mimetypes
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,17 +16,6 @@ from rich.text import Text
 
 from .errors import installing
 from .files import write_text
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
-  color: light-dark(#222, #ddd); background: light-dark(#fff, #161616); }
-.table { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid light-dark(#ddd, #444); text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-img, video { max-width: 100%; }
-"""
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
@@ -108,31 +94,6 @@ def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
     if not sys.stderr.isatty() and "ipykernel" not in sys.modules:
         settings |= {"ncols": 0, **dict.fromkeys(("mininterval", "maxinterval", "delay"), 30.0)}
     return tqdm(items, **{"dynamic_ncols": sys.stderr.isatty(), **settings})
-
-
-def html_page(title: str, body: str) -> str:
-    """Make a whole page; ``body`` is HTML."""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
-    )
-
-
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Make a table of texts."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def html_media(file: Path, description: str) -> str:
-    """Embed an image or a looping video in the page."""
-    kind = mimetypes.guess_type(file)[0] or ""
-    source = f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode('ascii')}"
-    if kind.startswith("video"):
-        return f'<video src="{source}" autoplay loop muted playsinline title="{escape(description)}"></video>'
-    return f'<img src="{source}" alt="{escape(description)}">'
 
 
 def require_matplotlib() -> Any:

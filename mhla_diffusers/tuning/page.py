@@ -1,5 +1,6 @@
 """What ``mhla tune`` writes to look at: strips of frames, the page and the table."""
 
+import base64
 import csv
 import io
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 
 from ..files import write_text, written_aside
-from ..reporting import html_media, html_page, html_table
 from .candidates import Trial, Tuned
 
 _SHOWN = 5
@@ -18,6 +18,10 @@ _SHOWN = 5
 _HEIGHT = 128
 """Pixels of a strip."""
 _STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
+td, th { padding: 0.4rem 0.7rem; text-align: right; }
+img { max-width: 100%; }
 .strips { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; align-items: start; }
 .strips > figure { position: sticky; top: 0; }
 figure { margin: 0 0 .8rem; }
@@ -48,17 +52,24 @@ def write_page(tuned: Tuned, record: Mapping[str, Any], folder: Path) -> None:
     used = [column for column in range(len(header)) if any(row[column] for row in rows)]
     own, *others = [
         f"<figure><figcaption>{escape(_caption(number, trial))}</figcaption>"
-        f"{html_media(folder / 'strips' / f'{number}.png', trial.candidate.name)}</figure>"
+        f'<img src="data:image/png;base64,{_in_base64(folder / "strips" / f"{number}.png")}"></figure>'
         for number, trial in enumerate(tuned.trials)
         if trial.clips
     ]
     call = ", ".join(f"{name} {value}" for name, value in record.items() if name != "prompts")
     body = f"<style>{_STYLE}</style><p><strong>{escape(str(tuned))}</strong></p><p>{escape(call)}</p>"
     body += f"<ol>{''.join(f'<li>{escape(prompt)}</li>' for prompt in tuned.prompts)}</ol>"
-    body += html_table([header[i] for i in used], [[row[i] for i in used] for row in rows])
+    lines = ["".join(f"<td>{escape(row[column])}</td>" for column in used) for row in (header, *rows)]
+    body += f'<div style="overflow-x: auto"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
     body += "".join(f"<p>{escape(remark)}</p>" for remark in tuned.remarks)
     body += f'<h2>{escape(tuned.prompts[0])}</h2><div class="strips">{own}<div>{"".join(others)}</div></div>'
-    write_text(html_page(f"mhla tune: {record['model']}", body), folder / "tune.html")
+    title = escape(f"mhla tune: {record['model']}")
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
+    write_text(f"{head}{body}</html>\n", folder / "tune.html")
+
+
+def _in_base64(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode("ascii")
 
 
 def _cells(number: int, trial: Trial) -> list[str]:
