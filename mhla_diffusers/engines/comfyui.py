@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ..config import PROFILES, Step
-from ..errors import check
 from ..patching.call import Call
 from ..patching.route import Request
 from .engine import Engine
@@ -63,7 +62,6 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
     clone = model.clone()
     options = dict(clone.model_options.get("transformer_options", {}))
     previous = options.get(_OVERRIDE)
-    _refuse_core_sparse(previous)
     patch = _Patch(Engine(settings, logging.getLogger(__name__)))
     wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
     for kind, wrapper in (  # kinds of ComfyUI's WrappersMP
@@ -75,14 +73,6 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
     options[_OVERRIDE] = _make_override(patch, getattr(previous, _PREVIOUS, previous))
     clone.model_options = {**clone.model_options, "transformer_options": options}
     return clone
-
-
-def _refuse_core_sparse(override: Override | None) -> None:
-    check(
-        not getattr(override, "__module__", "").endswith("nodes_sparse_attention"),
-        "Model Sparse Attention and MHLA Sparse Attention are on the same model; remove one. To choose the dense "
-        "attention, use Model Attention Backend.",
-    )
 
 
 def _make_override(patch: _Patch, previous: Override | None) -> Override:
@@ -152,7 +142,6 @@ def _wrap_diffusion_model(patch: _Patch) -> Callable[..., Any]:
         inputs |= inputs.pop("kwargs", {})
         options = inputs.get("transformer_options") or {}
         override = options.get(_OVERRIDE)
-        _refuse_core_sparse(override)
         patch.forwards += 1
         if getattr(override, "__qualname__", "").startswith("ModelPatcher.set_model_optimized_attention."):
             # a Model Attention Backend behind the node, which knows no other override

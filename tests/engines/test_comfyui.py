@@ -229,33 +229,16 @@ def test_what_cannot_be_sparse_is_dense_with_the_reason(caplog, model, tokens, g
     assert lines(caplog)[-1] == f"sparse in 0 of 1 attentions, 1 dense: {reason}"
 
 
-def test_grouped_queries_another_scale_and_hidden_keys_are_sparse(caplog):
+def test_another_scale_and_hidden_keys_are_sparse(caplog):
     query, key, value = tensors()
     hidden = (torch.arange(240) < 200).expand(2, 1, -1)  # as PyTorch and ComfyUI have it, (B, 1 or N, N)
-    flat = [x.flatten(2) for x in (query, key, value)]
-    first_head = [x[:, :, :1] for x in (key, value)]
-
-    def attentions(options):
-        heads_first = [x.transpose(1, 2) for x in (query, *first_head)]
-        grouped = {"enable_gqa": True, "skip_reshape": True}
-        return [
-            attend(*heads_first, HEADS, transformer_options=options, **grouped),
-            attend(*flat, HEADS, transformer_options=options, scale=0.1),
-            attend(*flat, HEADS, hidden, transformer_options=options),
-        ]
-
     patched = patch_model(ModelPatcher(), settings())
-    (outputs,) = sample(patched, lambda: WanModel(attentions).forward(patched))
-    scaled = query * (0.1 * HEAD_DIM**0.5)
+    scaled = operator(query * (0.1 * HEAD_DIM**0.5), key, value)
     masked = sparse_attention(query, key, value, GRID, density=0.15, key_mask=hidden[:, 0]).flatten(2)
-    expected = [
-        operator(query, *(x.expand(-1, -1, HEADS, -1) for x in first_head)),
-        operator(scaled, key, value),
-        masked,
-    ]
-    for output, one in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(output, one, atol=1e-6, rtol=0)
-    assert lines(caplog) == ["sparse in 3 of 3 attentions"]
+    for given, expected in (({"scale": 0.1}, scaled), ({"mask": hidden}, masked)):
+        (output,) = sample(patched, lambda given=given: WanModel(self_attention(**given)).forward(patched))
+        torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
+    assert lines(caplog) == ["sparse in 1 of 1 attentions"]
 
 
 def test_guided_tokens_are_dense_and_counted(caplog):
@@ -342,10 +325,9 @@ def test_windows_of_frames_have_their_own_residuals():
     assert max(still) < 0.2 and other == [1, 1]
 
 
-@pytest.mark.parametrize("steps", [(0, 1, 1, 2, 2, 3), (0, 1, 2, 1, 2, 3)], ids=["Heun's", "heunpp2's"])
-def test_a_step_that_is_evaluated_again_is_corrected_all_the_same(steps):
+def test_a_step_that_is_evaluated_again_as_by_heun_is_corrected_all_the_same():
     patched, names = patch_model(ModelPatcher(), settings(dense_first=1)), {"uuids": ["a", "b"]}
-    errors = errors_of_correcting(patched, *((step, (0, 1), names) for step in steps))
+    errors = errors_of_correcting(patched, *((step, (0, 1), names) for step in (0, 1, 2, 1, 2, 3)))
     assert max(sum(errors[1:], [])) < 0.2
 
 
@@ -391,28 +373,6 @@ def test_a_model_attention_backend_is_the_dense_attention_in_either_order(order)
         torch.testing.assert_close(outputs[0], operator(*tensors()), atol=0, rtol=0)
         torch.testing.assert_close(outputs[1], short({}), atol=0, rtol=0)
     assert seen == [TEXT, TEXT]
-
-
-def core_sparse_override(previous):
-    """The override of ComfyUI's node Model Sparse Attention, for what it cannot take, such as tensors on a CPU."""
-
-    def override(func, *args, **kwargs):
-        return func(*args, **kwargs) if previous is None else previous(func, *args, **kwargs)
-
-    override.__module__ = "/opt/ComfyUI/comfy_extras/nodes_sparse_attention"
-    return override
-
-
-def test_comfyuis_own_sparse_attention_is_refused_before_the_node_and_behind_it(caplog):
-    """It puts itself on top again at every step."""
-    with refused("Model Sparse Attention", "MHLA Sparse Attention"):
-        patch_model(ModelPatcher({"optimized_attention_override": core_sparse_override(None)}), settings())
-    patched = patch_model(ModelPatcher(), settings())
-    options = patched.model_options["transformer_options"]
-    options["optimized_attention_override"] = core_sparse_override(options["optimized_attention_override"])
-    with refused("Model Sparse Attention", "MHLA Sparse Attention"):
-        sample(patched, lambda: WanModel(self_attention()).forward(patched))
-    assert lines(caplog) == []
 
 
 def test_a_second_node_replaces_the_first(caplog):

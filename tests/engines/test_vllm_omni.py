@@ -110,17 +110,6 @@ def test_dense_steps_and_layers_are_counted_over_a_call(settings, lines):
     assert lines()[2:] == ["MHLA: sparse in 2 of 6 attentions, 3 dense: first layers, 1 dense: dense steps"]
 
 
-@pytest.mark.parametrize(("total", "dense"), [(20, 2), (None, 5)])
-def test_a_share_is_one_of_the_steps_or_of_50_if_their_number_is_unknown(settings, lines, total, dense):
-    settings(MHLA_DENSE_FIRST="0.1")
-    with tiny.engine("MHLA") as config:
-        wan = tiny.make_wan(config)
-        for step in range(6):
-            tiny.denoise(wan, step=step, total=total)
-    count = 2 * dense
-    assert lines()[1:] == [f"MHLA: sparse in {12 - count} of 12 attentions, {count} dense: dense steps"]
-
-
 def test_what_dense_steps_measure_corrects_the_steps_that_follow(settings):
     """Also where the model does not tell how many steps there are, as the engine's Wan does not."""
     outputs = {}
