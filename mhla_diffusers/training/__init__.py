@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from .. import lazy_names
 
 __all__ = [
-    "CheckpointError",
     "InMemoryData",
     "ObjectiveWeights",
     "TrainingConfig",
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from .data.batches import InMemoryData, TrainingData
     from .finetune import export_checkpoint
     from .recipe import TrainingResult, train
-    from .run_folder import CheckpointError, TrainingDivergedError, read_metrics
+    from .run_folder import TrainingDivergedError, read_metrics
     from .weights import begin_with
 else:
     # mhla finetune lies in this folder as well

@@ -19,11 +19,10 @@ LoRA with MHLA's own parameters in full."""
 LoraLayers = Literal["attention", "blocks"]
 """Where LoRA is: on the projections of the patched self-attentions, or on every linear layer of the blocks."""
 
-OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "schedulefree"]
-"""AdamW and Adafactor of PyTorch, torchao's AdamW with moments in 8 bits, and schedulefree's AdamW, which averages the
-weights in place of a schedule that decays."""
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor"]
+"""AdamW and Adafactor of PyTorch, and torchao's AdamW with moments in 8 bits."""
 
-BaseType = Literal["int8", "float8", "nf4"]
+BaseType = Literal["int8", "nf4"]
 """Type of frozen weights: torchao's, with one scale per output channel, or bitsandbytes' of 4 bits."""
 
 MAY_CHANGE = (
@@ -57,9 +56,6 @@ class ObjectiveWeights(Settings):
             "transfer cannot be combined with other objectives; train it in its own run, then start the next run "
             "from its result: patch: outputs/transfer/result.",
         )
-
-    def __str__(self) -> str:
-        return " + ".join(f"{weight:g} {name}" for name, weight in vars(self).items() if weight)
 
 
 @settings()
@@ -105,8 +101,6 @@ class TrainingConfig(Settings):
     lora_layers: LoraLayers = "attention"
     scheduler: Literal["constant", "cosine"] = "constant"
     warmup_steps: Count = 0
-    guidance: Annotated[Number, Field(ge=1)] = 1.0
-    """Scale of the teacher's classifier-free guidance in ``distillation``, which distils it in; 1.0 for none."""
     batch_size: PositiveInteger = 1
     """Samples per process and forward."""
     gradient_accumulation: PositiveInteger = 1
@@ -136,24 +130,14 @@ class TrainingConfig(Settings):
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def __post_init__(self) -> None:
-        weights, rank, kind = self.objectives, self.lora_rank, self.trainable
-        check(
-            self.warmup_steps <= self.steps,
-            f"warmup_steps={self.warmup_steps} must be at most steps={self.steps}.",
-        )
-        check(
-            self.guidance == 1 or weights.distillation > 0,
-            f"guidance={self.guidance} must be 1.0 without a positive weight of objectives.distillation.",
-        )
+        rank, kind = self.lora_rank, self.trainable
         check(
             (kind == "lora") == (rank is not None) and (rank is not None or self.lora_layers == "attention"),
             f"trainable=lora needs lora_rank, and lora_rank and lora_layers need trainable=lora; got trainable="
             f"{kind!r}, lora_rank={rank}, lora_layers={self.lora_layers!r}.",
         )
-        # an unpatched model can learn its own guidance
-        compares = weights.transfer > 0 or (weights.distillation > 0 and self.guidance == 1)
         check(
-            self.patch is not None or not compares,
+            self.patch is not None or not self.needs_teacher,
             "distillation and transfer compare with the unpatched model and need a patch; "
             "set patch, or train with objectives.diffusion alone.",
         )
@@ -166,12 +150,6 @@ class TrainingConfig(Settings):
             f"base_dtype={self.base_dtype!r} needs frozen weights and gradient checkpointing; set trainable: lora or "
             "mhla, and gradient_checkpointing: true.",
         )
-        for name, is_set in (("ema_decay", self.ema_decay is not None), ("scheduler", self.scheduler == "cosine")):
-            check(
-                self.optimizer != "schedulefree" or not is_set,
-                "optimizer=schedulefree averages the weights at a constant rate, so it does not work with "
-                f"{name}={getattr(self, name)!r}; remove one of the two.",
-            )
 
     @property
     def needs_teacher(self) -> bool:

@@ -4,18 +4,16 @@ Each yields losses one graph at a time, (loss, parts): run the loss () backward 
 each (), add up over the batch and go to the metrics.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..families import DiffusionProcess, NoisedBatch, Sample, get_family, predict
+from ..families import DiffusionProcess, NoisedBatch, get_family, predict
 from ..patching import find_patched
 from .config import ObjectiveWeights
-from .data.batches import drop_prompts
 from .weights import Original, patched_attentions
 
 Losses = Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -27,7 +25,14 @@ def transfer_losses(transformer: Any, original: Original, weight: float, batch: 
     The original model runs once, so at most one layer's graph is held, and no gradient flows between layers.
     """
     attentions, family = patched_attentions(transformer), get_family(transformer)
-    with recorded(attentions) as calls, original.at_work():
+    calls: dict[str, tuple[Any, Any, Any]] = {}
+
+    def record(name: str, attn: Any, args: Any, kwargs: Any, output: Any) -> None:
+        calls[name] = (args, kwargs, output)
+
+    with ExitStack() as hooks, original.at_work():
+        for name, attn in attentions.items():
+            hooks.enter_context(attn.register_forward_hook(partial(record, name), with_kwargs=True))
         predict(transformer, batch)
     grid = family.token_grid(transformer, batch.hidden_states)
     for name, attn in attentions.items():
@@ -52,40 +57,6 @@ def prediction_losses(
         parts["distillation"] = (prediction.float() - target.float()).square().mean()
     loss = torch.stack([getattr(weights, name) * part for name, part in parts.items()]).sum()
     yield loss, {"loss": loss, **parts}
-
-
-def guided_prediction(
-    transformer: Any, batch: NoisedBatch, guidance: float = 1.0, empty: Sample | None = None
-) -> torch.Tensor:
-    """Predict with classifier-free guidance on the channels of the noise: (B, output channels, ...).
-
-    ``empty`` is the conditioning of the empty prompt, without a batch axis. Without it, or with a guidance
-    of 1, there is no guidance.
-    """
-    conditional = predict(transformer, batch)
-    if guidance == 1 or empty is None:
-        return conditional
-    device = batch.noise.device
-    everywhere = torch.ones(len(batch.noise), dtype=torch.bool, device=device)
-    without = drop_prompts(batch.conditioning, {name: x.to(device) for name, x in empty.items()}, everywhere)
-    free = predict(transformer, replace(batch, conditioning=without))
-    noised = min(conditional.shape[1], batch.noise.shape[1])
-    guided = (free + guidance * (conditional - free))[:, :noised]
-    return torch.cat([guided, conditional[:, noised:]], dim=1)
-
-
-@contextmanager
-def recorded(attentions: Mapping[str, Any]) -> Iterator[dict[str, tuple[Any, Any, Any]]]:
-    """Yield the arguments, keyword arguments and output of the last call of every attention within the context."""
-    calls: dict[str, tuple[Any, Any, Any]] = {}
-
-    def record(name: str, attn: Any, args: Any, kwargs: Any, output: Any) -> None:
-        calls[name] = (args, kwargs, output)
-
-    with ExitStack() as hooks:
-        for name, attn in attentions.items():
-            hooks.enter_context(attn.register_forward_hook(partial(record, name), with_kwargs=True))
-        yield calls
 
 
 def attention_error(output: Any, expected: Any) -> torch.Tensor:

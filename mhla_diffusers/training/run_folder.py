@@ -4,7 +4,7 @@
 
     output/
       metrics.jsonl                     one line per update and per validation
-      checkpoints/step-00000500/        weights.safetensors and average.safetensors of what is trained, accelerate's
+      checkpoints/step-00000500/        weights.safetensors of what is trained, and of its moving average, accelerate's
                                         state, and state.json, which holds the SHA-256 of each of them
       samples/step-00000500/            what a validation generated
       result/                           what load_mhla (or from_pretrained) loads after the last step
@@ -18,29 +18,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
-from ..files import (
-    file_hash,
-    read_json,
-    write_json,
-    write_text,
-    write_whole_folder,
-)
+from ..errors import check
+from ..files import file_hash, read_json, write_json, write_text, write_whole_folder
 from ..settings import differences
 from .config import MAY_CHANGE, TrainingConfig
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+WEIGHTS, AVERAGE = "weights.safetensors", "average/"
+"""File of a checkpoint, and what names of the moving average begin with in it."""
 _STATE = "state.json"
 
 
-class CheckpointError(OSError):
-    """A checkpoint could not be written."""
-
-
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(ValueError):
     """Loss, gradient or weights are not finite, and the run cannot recover."""
 
 
@@ -59,28 +48,24 @@ class RunFolder:
     def find(self, resume: str | None) -> Path | None:
         """Return the checkpoint to resume from: of a path, or the latest; None for a run from its beginning.
 
-        ValueError for a new run in a folder that holds one, or as :func:`read_state`.
+        ValueError for a new run in a folder that holds one, FileNotFoundError for no such checkpoint.
         """
         checkpoints = self.checkpoints()
         if resume == "latest":
             chosen = checkpoints[-1] if checkpoints else None
-        elif resume is not None and not (Path(resume) / _STATE).is_file():
-            raise FileNotFoundError(f"{resume} is not a checkpoint; give outputs/…/checkpoints/step-…, or latest.")
         else:
-            chosen = None if resume is None else Path(resume)
-        if checkpoints and (chosen is None or step_of(chosen) < step_of(checkpoints[-1])):
-            raise ValueError(
-                f"{self.path} already holds a run, up to {checkpoints[-1].name}. Go on there with --resume latest, or "
-                "choose another folder: output=…."
-            )
-        if chosen is not None:
-            read_state(chosen)
+            chosen = None if resume is None else find_checkpoint(Path(resume))
+        check(
+            not checkpoints or (chosen is not None and step_of(chosen) >= step_of(checkpoints[-1])),
+            f"{self.path} already holds a run, up to {checkpoints[-1:]}. Go on there with --resume latest, or "
+            "choose another folder: output=….",
+        )
         return chosen
 
     def save(self, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> None:
         """Write a checkpoint of ``state["step"]``, then remove all but the ``keep`` latest.
 
-        ``write`` fills the folder that it gets. If that fails, none is removed, and CheckpointError raised.
+        ``write`` fills the folder that it gets. If that fails, none is removed, and OSError raised.
         """
 
         def write_all(aside: Path) -> None:
@@ -88,7 +73,11 @@ class RunFolder:
             hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
             write_json({"format_version": FORMAT_VERSION, **state, "files": hashes}, aside / _STATE)
 
-        write_whole(self.path / "checkpoints" / f"step-{state['step']:08d}", write_all)
+        folder = self.path / "checkpoints" / f"step-{state['step']:08d}"
+        try:
+            write_whole_folder(folder, write_all)
+        except RuntimeError as error:  # of torch.save, on a full disk
+            raise OSError(f"{folder} could not be written: {error}") from error
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
@@ -117,7 +106,7 @@ def find_checkpoint(path: Path) -> Path:
     checkpoints = RunFolder(path).checkpoints()
     if not checkpoints:
         raise FileNotFoundError(
-            f"{path} is neither a checkpoint nor a run with one; give outputs/…/checkpoints/step-…."
+            f"{path} is neither a checkpoint nor a run with one; give outputs/…/checkpoints/step-…, or latest."
         )
     return checkpoints[-1]
 
@@ -125,53 +114,35 @@ def find_checkpoint(path: Path) -> Path:
 def read_state(folder: Path, with_files: bool = False) -> dict[str, Any]:
     """Read ``state.json``, and compare the other files with their hashes if asked to.
 
-    ValueError for a checkpoint that is damaged or of an earlier version, FileNotFoundError for one that lacks a file.
+    ValueError for a checkpoint that is damaged, lacks a file, or is of an earlier version.
     """
     try:
         state = read_json(folder / _STATE)
-        if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION:
-            raise ValueError(
-                f"{_STATE} is of an earlier version, whose result/ a new run can begin with (patch: …/result)."
-            )
-        state = {**state, "config": TrainingConfig.read(state["config"]).to_dict()}
-        missing = [name for name in state["files"] if not (folder / name).is_file()]
-        for name in state["files"] if with_files and not missing else ():
-            if file_hash(folder / name) != state["files"][name]:
-                raise ValueError(f"{name} is damaged or was changed: its SHA-256 is not the one in {_STATE}.")
-    except ValueError as error:
-        raise ValueError(f"Checkpoint {folder} cannot be read: {error} {_instead_of(folder)}") from error
-    if missing:
-        raise FileNotFoundError(f"Checkpoint {folder} lacks {', '.join(missing)}. {_instead_of(folder)}")
-    return state
+        check(
+            isinstance(state, dict) and state.get("format_version") == FORMAT_VERSION,
+            f"{_STATE} is of an earlier version, whose result/ a new run can begin with (patch: …/result).",
+        )
+        for name, expected in state["files"].items() if with_files else ():
+            check(file_hash(folder / name) == expected, f"{folder / name} was changed: its SHA-256 is another.")
+        return {**state, "config": TrainingConfig.read(state["config"]).to_dict()}
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"Checkpoint {folder} cannot be read: {error} Remove it, and --resume latest goes on from the one before."
+        ) from error
 
 
-def read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """Return name → tensor of a file of a checkpoint, on the CPU; none where it has no such file."""
-    file = folder / f"{name}.safetensors"
-    return load_file(file) if file.is_file() else {}
-
-
-def _instead_of(checkpoint: Path) -> str:
-    """Say what to do instead of resuming from an unusable checkpoint."""
-    earlier = [path for path in RunFolder(checkpoint.parents[1]).checkpoints() if path.name < checkpoint.name]
-    if earlier:
-        return f"Remove it, and --resume latest goes on from {earlier[-1].name}."
-    return "There is no earlier one beside it to resume from; start again in another output folder."
-
-
-def find_changes(folder: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+def find_changes(folder: Path, state: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what has changed since a checkpoint, such as "learning_rate: 0.0001 → 5e-05".
 
-    ``run`` has ``config`` and other things that identify the run. ValueError if something has changed that may not.
+    ``now`` has settings, and what else identifies the run. ValueError if something has changed that may not.
     """
-    before = {**state["config"], **{name: state[name] for name in run if name != "config"}}
-    now = {**run.get("config", {}), **{name: value for name, value in run.items() if name != "config"}}
+    before = {**state["config"], **state}
     found = list(differences({name: before[name] for name in now}, now))
     refused = [f"{name}={new!r}, which was {old!r}" for name, old, new in found if name.split(".")[0] not in MAY_CHANGE]
     if refused:
         raise ValueError(
-            f"{folder} cannot be resumed with {'; '.join(refused[:4])}. Restore them, or start a new run in another "
-            f"output folder from its result (patch: …/result). These may change: {', '.join(MAY_CHANGE)}."
+            f"{folder} does not go with {'; '.join(refused[:4])}. Restore them, large files with their times, or begin "
+            f"a new run with its result (patch: …/result). These may change: {', '.join(MAY_CHANGE)}."
         )
     return [f"{name}: {old} → {new}" for name, old, new in found]
 
@@ -180,11 +151,3 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of a ``metrics.jsonl``, without an unfinished last line."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder atomically, as :func:`write_whole_folder`; CheckpointError if it cannot be written."""
-    try:
-        write_whole_folder(folder, write)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises the last one on a full disk
-        raise CheckpointError(f"{folder} could not be written: {str(error).rstrip('.')}.") from error

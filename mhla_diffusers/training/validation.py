@@ -4,12 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ..families import Clip, predict, trained_family
-from ..generation.pixels import opened_video, read_picture
 from ..generation.record import write_sample
 from ..patching import in_every_step
 from .data.batches import NoisedBatches
@@ -36,44 +34,24 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
     return total
 
 
-class PromptSampler:
-    """Generates a PNG or MP4 for each prompt, from the same noise every time; ValueError for an unknown class of DiT.
+def prompt_sampler(pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str) -> Sampler:
+    """Return what writes ``00.png`` or ``00.mp4`` and so on, a file per prompt, from the same noise every time.
 
-    The transformer in training takes the place of ``component`` of the pipeline.
+    The transformer in training takes the place of ``component`` in the pipeline. ValueError for an unknown class.
     """
-
-    def __init__(
-        self, pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str = "transformer"
-    ) -> None:
-        self._pipe, self._prompts, self._component = pipe, prompts, component
-        self._family = trained_family(getattr(pipe, component))
-        self._frames_per_second = round(clip.fps)
-        self._settings = {**self._family.calling.clip_arguments(pipe, clip), "num_inference_steps": steps}
-        pipe.set_progress_bar_config(disable=True)
-        self._family.calling.prompt_arguments(pipe, prompts)  # refuses before the training, not at its first samples
+    calling = trained_family(getattr(pipe, component)).calling
+    settings = {**calling.clip_arguments(pipe, clip), "num_inference_steps": steps}
+    pipe.set_progress_bar_config(disable=True)
+    calling.prompt_arguments(pipe, prompts)  # refuses before the training, not at its first samples
 
     @torch.no_grad()
-    def __call__(self, transformer: nn.Module, folder: Path) -> None:
-        """Write ``00.png`` or ``00.mp4`` and so on into a folder."""
-        setattr(self._pipe, self._component, transformer)
+    def sample(transformer: nn.Module, folder: Path) -> None:
+        setattr(pipe, component, transformer)
         training = transformer.training
         transformer.eval()
-        try:
-            for number, prompt in enumerate(self._prompts):
-                generator = torch.Generator().manual_seed(0)
-                (sample,) = self._family.calling.call(self._pipe, [prompt], [generator], **self._settings)
-                write_sample(sample, folder / f"{number:02d}{self._family.calling.suffix}", self._frames_per_second)
-        finally:
-            transformer.train(training)
+        for number, prompt in enumerate(prompts):
+            (made,) = calling.call(pipe, [prompt], [torch.Generator().manual_seed(0)], **settings)
+            write_sample(made, folder / f"{number:02d}{calling.suffix}", round(clip.fps))
+        transformer.train(training)
 
-
-def show_samples(tracker: Any, folder: Path, step: int) -> None:
-    """Show the pictures in a folder, and all frames of its videos, in a tracker of accelerate."""
-    layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-    for file in sorted(folder.iterdir()):
-        if file.suffix == ".mp4":
-            with opened_video(file) as (container, stream):
-                pictures = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-        else:
-            pictures = [np.asarray(read_picture(file))]
-        tracker.log_images({f"samples/{file.stem}": np.stack(pictures)}, step=step, **layout)
+    return sample

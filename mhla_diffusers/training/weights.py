@@ -2,19 +2,18 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from ..config import LinearConfig
-from ..errors import installing
 from ..families import get_family, trained_family
+from ..generation.pipelines import pipeline_source
 from ..patching import (
     PATCH_FILE,
     MHLALayer,
@@ -29,7 +28,7 @@ from ..patching import (
     save_mhla,
 )
 from ..patching.weights import LORA
-from .config import BaseType, LoraLayers, OptimizerName, TrainingConfig
+from .config import BaseType, LoraLayers, TrainingConfig
 
 _MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
 """Ends of the names of mixing matrices and λ, which may have a learning rate of their own."""
@@ -64,30 +63,30 @@ def prepare_for_training(transformer: Any, config: TrainingConfig) -> dict[str, 
     trained_family(transformer).training.prepare_for_training(transformer)
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
-    names = trainable_names(transformer, config.trainable)
-    for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_(name in names)
-    cast_training_params(transformer)
-    return {name: parameter for name, parameter in transformer.named_parameters() if name in names}
 
-
-def trainable_names(transformer: nn.Module, kind: str) -> set[str]:
-    """Return the names of the parameters that a kind of :data:`Trainable` trains, including LoRA's once added."""
-    layers = mhla_layers(transformer)
-    mhla = tuple(f"{name}." for name in layers)
-    attentions = tuple(f"{name}." for name in patched_attentions(transformer))
-    prefixes = {"mhla": mhla, "lora": mhla, "attention": (*mhla, *attentions), "all": ("",)}[kind]
+    layers, kind = mhla_layers(transformer), config.trainable
+    prefixes = tuple(
+        f"{name}." for name in (*layers, *(patched_attentions(transformer) if kind == "attention" else ()))
+    )
     fixed = {
         f"{name}.mixing"
         for name, layer in layers.items()
         if isinstance(layer.config, LinearConfig) and not layer.config.mixing_learnable
     }
-    names = {name for name, _ in transformer.named_parameters()} - fixed
-    return {name for name in names if (name.startswith(prefixes) if lora_of(name) is None else kind == "lora")}
+    for name, parameter in transformer.named_parameters():
+        is_chosen = kind == "all" or name.startswith(prefixes) if lora_of(name) is None else kind == "lora"
+        parameter.requires_grad_(is_chosen and name not in fixed)
+    cast_training_params(transformer)
+    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
 def make_optimizer(model: nn.Module, trained: dict[str, nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:
     """Make the optimizer of a run, whose steps clip mixing matrices to (0, 1); their group, if any, is the second."""
+    make: Any = torch.optim.Adafactor if config.optimizer == "adafactor" else torch.optim.AdamW
+    if config.optimizer == "adamw8bit":
+        from torchao import optim
+
+        make = optim.AdamW8bit
     mixing = [parameter for name, parameter in trained.items() if name.endswith(_MIXING)]
     others = [parameter for name, parameter in trained.items() if not name.endswith(_MIXING)]
     rate = config.learning_rate
@@ -95,79 +94,34 @@ def make_optimizer(model: nn.Module, trained: dict[str, nn.Parameter], config: T
     groups = [{"params": others, "lr": rate, "weight_decay": config.weight_decay}]
     if mixing:
         groups.append({"params": mixing, "lr": config.mixing_learning_rate or rate, "weight_decay": 0.0})
-    make: Any = optimizer_class(config.optimizer)
     optimizer: torch.optim.Optimizer = make(groups)
     if has_parameters(model):
         register_mixing_clip(optimizer, model)
     return optimizer
 
 
-def optimizer_class(name: OptimizerName) -> type[torch.optim.Optimizer]:
-    """Return the optimizer class by its name in the configuration; ImportError if its library is missing."""
-    try:
-        if name == "adamw8bit":
-            from torchao.optim import AdamW8bit
-
-            return AdamW8bit
-        if name == "schedulefree":
-            from schedulefree import AdamWScheduleFree
-
-            return AdamWScheduleFree
-    except ImportError as error:
-        extra = {"adamw8bit": "quantize"}.get(name, name)
-        raise ImportError(f"optimizer={name} needs a library; {installing(extra)}, or set optimizer: adamw.") from error
-    return torch.optim.Adafactor if name == "adafactor" else torch.optim.AdamW
-
-
-# Frozen weights
-
-
-def quantizer(kind: BaseType) -> Callable[[nn.Linear, torch.device], nn.Module]:
-    """Return what converts a linear layer to frozen weights of a type; ImportError if its library is missing."""
-    try:
-        if kind == "nf4":
-            from bitsandbytes.nn import Linear4bit
-
-            return partial(_in_4_bits, Linear4bit)
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        library = "bitsandbytes" if kind == "nf4" else "torchao"
-        raise ImportError(f"base_dtype={kind} needs {library}; {installing('quantize')}.") from error
-    config = Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
-
-    def convert(linear: nn.Linear, device: torch.device) -> nn.Module:
-        quantize_(linear, config, device=device)
-        return linear
-
-    return convert
-
-
-def _in_4_bits(cls: Any, linear: nn.Linear, device: torch.device) -> nn.Module:
-    has_bias, compute_dtype = linear.bias is not None, linear.weight.dtype
-    converted = cls(linear.in_features, linear.out_features, has_bias, compute_dtype, quant_type="nf4")
-    converted.load_state_dict(linear.state_dict())
-    converted.to(device=device)  # which converts the weights
-    return cast(nn.Module, converted)
-
-
 def quantize_base(transformer: nn.Module, kind: BaseType, device: torch.device) -> None:
-    """Convert the weights of all linear layers of the blocks in place, one layer at a time on the device."""
-    convert = quantizer(kind)
-    for place, linear in _linears_of_blocks(transformer).items():
-        transformer.set_submodule(place, convert(linear, device))
+    """Convert the frozen weights of all linear layers of the blocks in place, one layer at a time on the device."""
+    linears = _linears_of_blocks(transformer)
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(transformer, Int8WeightOnlyConfig(), lambda _, name: name in linears, device=device)
+    else:
+        from bitsandbytes.nn import Linear4bit
+
+        for name, linear in linears.items():
+            sizes = linear.in_features, linear.out_features, linear.bias is not None
+            converted = Linear4bit(*sizes, linear.weight.dtype, quant_type="nf4")
+            converted.load_state_dict(linear.state_dict())
+            transformer.set_submodule(name, converted.to(device=device))  # which converts the weights
 
 
 def _linears_of_blocks(transformer: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of the blocks by name, without those of MHLA and of LoRA."""
     blocks = tuple(f"{block}." for block in get_family(transformer).blocks_of(transformer))
-    return {
-        place: module
-        for place, module in transformer.named_modules()
-        if isinstance(module, nn.Linear)
-        and place.startswith(blocks)
-        and ".mhla." not in place
-        and lora_of(f"{place}.") is None
-    }
+    named = ((name, module) for name, module in transformer.named_modules() if isinstance(module, nn.Linear))
+    return {name: x for name, x in named if name.startswith(blocks) and not re.search(r"\.mhla\.|\.lora_[AB]\.", name)}
 
 
 # LoRA
@@ -188,9 +142,6 @@ def add_lora(transformer: nn.Module, rank: int, seed: int, layers: LoraLayers = 
     for layer in transformer.modules():
         if isinstance(layer, BaseTunerLayer):
             layer._active_adapter = [LORA]  # PEFT activates the latest one
-            for part in (layer.lora_A, layer.lora_B):
-                if LORA in part:  # PEFT leaves a second one on the CPU where the model is on the meta device
-                    part[LORA].to(layer.get_base_layer().weight.device)
 
 
 def lora_layers(transformer: nn.Module) -> dict[str, Any]:
@@ -220,17 +171,15 @@ class Original:
     the device and swapped in; all others are shared. So make it before anything is trained or resumed.
     """
 
-    def __init__(self, transformer: nn.Module, trained: Iterable[str]) -> None:
+    def __init__(self, transformer: nn.Module, trained: Collection[str]) -> None:
         self._transformer, self._values = transformer, dict[str, torch.Tensor]()
-        replaced: dict[str, torch.Tensor] = {}
-        for patched in find_patched(transformer).values():
-            replaced |= patched.replaced_weights
-        shared = {plain_name(name) for name in trained if ".mhla." not in name and lora_of(name) is None}
+        patched = find_patched(transformer).values()
+        replaced = {name: value for one in patched for name, value in one.replaced_weights.items()}
         for name, parameter in transformer.named_parameters():
             plain = plain_name(name)
             if plain in replaced:
                 self._values[plain] = replaced[plain].to(parameter.device)
-            elif plain in shared and lora_of(name) is None:
+            elif name in trained and ".mhla." not in name and lora_of(name) is None:
                 self._values[plain] = parameter.detach().clone()
 
     @contextmanager
@@ -239,9 +188,8 @@ class Original:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         adapted = [layer for layer in self._transformer.modules() if isinstance(layer, BaseTunerLayer)]
-        active = [layer._active_adapter for layer in adapted]
-        for layer in adapted:  # set_adapter() would also take the gradients from LoRA's weights
-            layer._active_adapter = []
+        for layer in adapted:  # PEFT's method would also take the gradients from LoRA's weights
+            layer._disable_adapters = True
         self._swap()
         try:
             unpatched = mhla_disabled(self._transformer) if is_patched(self._transformer) else nullcontext()
@@ -249,8 +197,8 @@ class Original:
                 yield
         finally:
             self._swap()
-            for layer, before in zip(adapted, active, strict=True):
-                layer._active_adapter = before
+            for layer in adapted:
+                layer._disable_adapters = False
 
     def _swap(self) -> None:
         """Swap original and current values without writing to them, since a backward may still be pending."""
@@ -266,14 +214,12 @@ class Original:
 
 def begin_with(folder: Path, model: Any) -> Any:
     """Load a saved patch to train on from it, in float32 also in a model in bfloat16, and return the model."""
-    (patched,) = find_patched(load_mhla(model, folder)).values()
-    record = read_record(folder)
-    (component,) = record.transformers
+    load_mhla(model, folder)
+    (component,) = read_record(folder).transformers
     saved = load_file(folder / PATCH_FILE)
     for name, parameter in model.named_parameters():
         value = saved.get(f"{component}.{plain_name(name)}")
-        is_new = ".mhla." in name or plain_name(name) in patched.replaced_weights
-        if value is not None and is_new and not parameter.is_meta:
+        if value is not None and not parameter.is_meta:
             parameter.data = value
     return model
 
@@ -289,10 +235,11 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
             "The transformer was patched with diffusers' own set_attn_processor, which does not record a LoRA; patch "
             "it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
         )
-    kinds: dict[bool, Weights] = {True: "mhla", False: "changed" if config.model is not None else "all"}
+    changed: Weights = "changed" if config.model is not None else "all"
+    weights = "mhla" if config.trainable in ("mhla", "lora") else changed
+    base = None if config.model is None else pipeline_source(config.model)
     before, patched.lora = patched.lora, LORA if lora_layers(transformer) else None
     try:
-        weights = kinds[config.trainable in ("mhla", "lora")]
-        save_mhla(transformer, folder, weights=weights, base_model=config.model)
+        save_mhla(transformer, folder, weights=weights, base_model=base)
     finally:  # training may go on
         patched.lora = before

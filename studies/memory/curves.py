@@ -24,10 +24,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "adamw8bit": {"optimizer": "adamw8bit"},
     "adafactor": {"optimizer": "adafactor"},
     "adafactor, rate 1e-2": {"learning_rate": 1e-2, "optimizer": "adafactor"},
-    "schedulefree": {"optimizer": "schedulefree"},
     "lora float32": _LORA,
     "lora int8": {**_LORA, "base_dtype": "int8"},
-    "lora float8": {**_LORA, "base_dtype": "float8"},
 }
 """Name → settings that differ."""
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from mhla_diffusers.families import Sample
+from mhla_diffusers.families import NoisedBatch, Sample, get_family
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig
+from mhla_diffusers.training.data.batches import NoisedBatches
 
 from .. import models
 
@@ -40,6 +41,19 @@ def sana_data(count: int = 16) -> InMemoryData:
 def dit_data(count: int = 16) -> InMemoryData:
     labels = {"class_labels": torch.tensor(10)}
     return _data(count, (4, 8, 8), lambda index, _: {"class_labels": torch.tensor(index % 10)}, labels)
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], InMemoryData]]] = {
+    "wan": (tiny_wan, wan_data),
+    "sana": (tiny_sana, sana_data),
+    "dit": (tiny_dit, dit_data),
+}
+
+
+def one_batch(transformer: Any, data: InMemoryData) -> NoisedBatch:
+    process = get_family(transformer).training.process(transformer, 3.0)
+    config = settings("unused", batch_size=2)
+    return next(NoisedBatches(data, process, config, torch.device("cpu")).from_step(0))
 
 
 def _data(

@@ -8,21 +8,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from mhla_diffusers import apply_mhla
-from mhla_diffusers.devices import PRECISIONS
 from mhla_diffusers.training import TrainingConfig, train
 
 from ..forking import CONTEXT
-from .models import dit_data, sana_data, tiny_dit, tiny_sana, tiny_wan, wan_data
-
-_FAMILIES = {"wan": (tiny_wan, wan_data), "sana": (tiny_sana, sana_data), "dit": (tiny_dit, dit_data)}
+from .models import tiny_wan, wan_data
 
 
 def start_training(
-    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None, family: str = "wan"
+    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None
 ) -> BaseProcess:
-    """Begin to train a tiny patched model; the process exits as the command does."""
+    """Begin to train a tiny patched Wan; the process exits as the command does."""
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    process = CONTEXT.Process(target=train_as_launched, args=(config.to_dict(), resume, environment or {}, family))
+    process = CONTEXT.Process(target=train_as_launched, args=(config.to_dict(), resume, environment or {}))
     process.start()
     return process
 
@@ -35,13 +32,10 @@ def start_process(function: Callable[..., object], *arguments: object) -> BasePr
 
 
 def start_distributed_training(
-    config: TrainingConfig, processes: int, resume: str | None = None, family: str = "wan", **environment: str
+    config: TrainingConfig, processes: int, resume: str | None = None, **environment: str
 ) -> list[BaseProcess]:
     """The same in several processes that talk through gloo."""
-    return [
-        start_training(config, resume, family=family, environment={**place, **environment})
-        for place in launch_environments(processes)
-    ]
+    return [start_training(config, resume, {**place, **environment}) for place in launch_environments(processes)]
 
 
 def launch_environments(processes: int) -> list[dict[str, str]]:
@@ -70,15 +64,9 @@ def finish(processes: Sequence[BaseProcess], timeout: float = 300) -> None:
         assert process.exitcode == 0
 
 
-def train_as_launched(
-    settings: dict[str, object], resume: str | None, environment: dict[str, str], family: str
-) -> None:
+def train_as_launched(settings: dict[str, object], resume: str | None, environment: dict[str, str]) -> None:
     """Train a tiny model in this process, which a launcher has given an environment; it exits then."""
     os.environ.update(environment)
     config = TrainingConfig.read(settings)
-    make, data = _FAMILIES[family]
-    transformer = make().to(PRECISIONS[config.precision])
-    if config.patch is not None:
-        apply_mhla(transformer, config.patch)
-    result = train(transformer, data(), config, resume=resume)
-    sys.exit(result.exit_code)
+    assert not isinstance(config.patch, str | None)
+    sys.exit(train(apply_mhla(tiny_wan(), config.patch), wan_data(), config, resume=resume).exit_code)

@@ -3,7 +3,6 @@ import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,34 @@ from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip
 from mhla_diffusers.generation.pipelines import load_result
-from mhla_diffusers.training import TrainingConfig, read_metrics
-from mhla_diffusers.training.data.cache import CachedFile, CacheWriter
+from mhla_diffusers.training import TrainingConfig, ValidationConfig, read_metrics
+from mhla_diffusers.training.data.cache import CacheWriter, SourceFile
 from mhla_diffusers.training.finetune import NamedRun, export_checkpoint, finetune
-from mhla_diffusers.training.validation import PromptSampler
+from mhla_diffusers.training.validation import prompt_sampler
 
 from ..refusals import refused
-from .pipelines import sana_pipeline, wan_pipeline, write_image, write_video
+from .conftest import Saved
+from .models import settings
+from .pipelines import wan_pipeline, write_image, write_video
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("finetune/configs/*.yaml"))
 
 
-PROMPTS = "prompts: [a blue ball], every: 4"
+@pytest.fixture(scope="session")
+def model(wan: Saved) -> str:
+    return wan[1].name
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    wan_pipeline().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def latents(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two samples, made by the command."""
     folder = tmp_path_factory.mktemp("latents")
-    (folder / "prompts.txt").write_text("a red ball\n\na blue ball moves\n")
+    return _synthesize(model, folder, "a red ball\n\na blue ball moves\n")
+
+
+def _synthesize(model: str, folder: Path, prompts: str) -> Path:
+    (folder / "prompts.txt").write_text(prompts)
     made = _cli(
         *("synthesize", "--model", model, "--prompts", folder / "prompts.txt", "--output", folder / "latents"),
         *("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no", "--device", "cpu"),
@@ -56,7 +56,7 @@ def latents(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config_file(tmp_path: Path, model: str) -> Path:
     path = tmp_path / "run.yaml"
-    settings = {
+    written = {
         "model": model,
         "patch": {"blocks": [2, 2, 2]},
         "data": str(tmp_path / "latents"),
@@ -66,7 +66,7 @@ def config_file(tmp_path: Path, model: str) -> Path:
         "trainable": "all",
         "objectives": {"diffusion": 1, "distillation": 1},
     }
-    path.write_text(yaml.safe_dump(settings))
+    path.write_text(yaml.safe_dump(written))
     return path
 
 
@@ -76,25 +76,11 @@ def _cli(*arguments: object) -> str:
     return result.output
 
 
-def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, latents: Path, config_file: Path) -> None:
-    """Attention transfer, then a run that begins with its result and generates samples at every validation."""
-    first = ("trainable=mhla", "objectives={transfer: 1.0}", f"output={tmp_path / 'transfer'}")
-    assert str(tmp_path / "transfer" / "result") in _cli("finetune", config_file, f"data={latents}", *first)
-    given = (f"data={latents}", f"validation={{{PROMPTS}, inference_steps: 2}}", "ema_decay=0.9")
-    given = (*given, f"patch={tmp_path / 'transfer' / 'result'}")
-    assert str(tmp_path / "run" / "result") in _cli("finetune", config_file, *given)
-    written = sorted(str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run" / "samples").rglob("*.mp4"))
-    assert written == ["samples/step-00000000/00.mp4", "samples/step-00000004/00.mp4"]
-    pipe = load_mhla(wan_pipeline(), tmp_path / "run" / "result")
-    frames = pipe("a red ball", height=32, width=32, num_frames=5, num_inference_steps=2, output_type="pt").frames
-    assert frames.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        (),
-        ("trainable=lora", "lora_rank=2", "learning_rate=1e-2"),
+        ("trainable=all", "ema_decay=0.9"),
+        ("trainable=lora", "lora_rank=2", "learning_rate=1e-2", "ema_decay=0.9"),
         ("trainable=attention", "objectives={diffusion: 1}", "patch=null"),
     ],
     ids=["all", "lora", "unpatched"],
@@ -102,20 +88,26 @@ def test_from_prompts_to_a_patch_that_loads(tmp_path: Path, latents: Path, confi
 def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     changes: tuple[str, ...], tmp_path: Path, model: str, latents: Path, config_file: Path
 ) -> None:
-    run, every = tmp_path / "run", ("checkpoint_every=1", "keep_checkpoints=9", "ema_decay=0.9")
+    """Of a run that begins with the result of attention transfer, and generates samples at every validation."""
+    given, run = (f"data={latents}", "checkpoint_every=1", "keep_checkpoints=9"), tmp_path / "run"
+    if "patch=null" not in changes:
+        first = ("trainable=mhla", "objectives={transfer: 1.0}", f"output={tmp_path / 'transfer'}")
+        assert str(tmp_path / "transfer" / "result") in _cli("finetune", config_file, *given, *first)
+        given = (*given, f"patch={tmp_path / 'transfer' / 'result'}")
     shown = "validation={prompts: [a blue ball], every: 1, inference_steps: 2}"
-    _cli("finetune", config_file, f"data={latents}", shown, *every, *changes)
+    assert str(run / "result") in _cli("finetune", config_file, *given, shown, *changes)
+    assert len(list((run / "samples").rglob("00.mp4"))) == 5
     _cli("export", run, "--output", tmp_path / "last")
     assert _files(tmp_path / "last") == _files(run / "result")
-    checkpoint = run / "checkpoints" / "step-00000003"
     with pytest.raises(FileNotFoundError) as raised:
-        load_mhla(wan_pipeline(), checkpoint)
+        load_mhla(wan_pipeline(), run / "checkpoints" / "step-00000003")
     command = str(raised.value).partition("mhla ")[2].replace("FOLDER", str(tmp_path / "middle"))
     _cli(*shlex.split(command))
     assert _files(tmp_path / "middle") != _files(run / "result")
     pipe = WanPipeline.from_pretrained(model)  # as the run, since rounding depends on where weights lie in memory
     load_result(pipe, tmp_path / "middle")
-    PromptSampler(pipe, ["a blue ball"], Clip(5, 16.0, ((32, 32),)), steps=2)(pipe.transformer, tmp_path / "made")
+    sample = prompt_sampler(pipe, ["a blue ball"], Clip(5, 16.0, ((32, 32),)), 2, "transformer")
+    sample(pipe.transformer, tmp_path / "made")
     assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
     with refused(str(tmp_path / "last")):
         export_checkpoint(run, tmp_path / "last")
@@ -137,11 +129,8 @@ def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
     assert finetune(config).finished
 
     def other_latents() -> None:
-        lines = "a red cube\n\na blue cube moves\n"
-        (tmp_path / "prompts.txt").write_text(lines)
         shutil.rmtree(tmp_path / "latents")
-        synthesize = ("synthesize", "--model", model, "--prompts", tmp_path / "prompts.txt", "--steps", 2)
-        _cli(*synthesize, "--output", tmp_path / "latents", "--frames", 5, "--size", "32x32", "--precision", "no")
+        _synthesize(model, tmp_path, "a red cube\n\na blue cube moves\n")
 
     def other_weights() -> None:
         file = tmp_path / "model/transformer/diffusion_pytorch_model.safetensors"
@@ -224,9 +213,10 @@ FINETUNE = ("finetune", "run.yaml")
     ("command", "error", "named"),
     [
         ((*FINETUNE, "data=null"), ValueError, "data"),
+        ((*FINETUNE, "data=none"), FileNotFoundError, "none .*mhla encode or synthesize"),
         ((*FINETUNE, "data=two", "batch_size=3"), ValueError, "batch_size=3"),
         ((*FINETUNE, "model=images"), FileNotFoundError, "images"),
-        ((*FINETUNE, "patch=sana-0.6b"), ValueError, "'sana-0.6b' .* 'sana' .* 'wan'"),
+        ((*FINETUNE, "patch=sana-0.6b"), ValueError, "'sana' .* 'wan'"),
         ((*FINETUNE, "component=vae"), ValueError, "AutoencoderKLWan"),
         ((*FINETUNE, "component=transformer_2"), ValueError, "'transformer_2'"),
         ((*FINETUNE, "data=two", "patch.blocks=[9,2,2]"), ValueError, "9 blocks"),
@@ -251,44 +241,78 @@ def test_bad_input_is_refused_before_weights_are_read(
     write_image(Path("images/a.png"))
     Path("images/a.txt").write_text("horse")
     header = {"family": "wan", "vae": "AutoencoderKLWan (configuration 0)", "text_encoder": "x"}
-    writer = CacheWriter("another", header, {"a": ""}, {"encoder_hidden_states": torch.zeros(3, 8)}, {})
-    writer.add(CachedFile("a", "b", clips=(writer.write({"latents": torch.zeros(4, 2, 4, 4)}, (5, 32, 32)),)))
+    writer = CacheWriter("another", header, [], {"encoder_hidden_states": torch.zeros(3, 8)})
+    writer.add(SourceFile("a", clips=(writer.write({"latents": torch.zeros(4, 2, 4, 4)}, (5, 32, 32)),)))
     with pytest.raises(error, match=named):
         _cli(*command)
 
 
-def test_missing_data_names_the_commands_that_make_it(tmp_path: Path, model: str, config_file: Path) -> None:
-    with pytest.raises(FileNotFoundError) as raised:
-        finetune(TrainingConfig.from_yaml(config_file))
-    for command, name in zip(re.findall(r"`(mhla .*?)`", str(raised.value)), ("encode", "synthesize"), strict=True):
-        found, values = _parse(command)
-        assert (found, values["model"], values["output"]) == (name, model, tmp_path / "latents")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("make", [wan_pipeline, sana_pipeline])
-def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: Path, make: Callable[[], Any]) -> None:
+def test_what_does_not_run_the_transformer_does_not_read_its_weights(tmp_path: Path, latents: Path) -> None:
     """Encoding, and samples of a training, which put the transformer in training in its place."""
-    model, is_video = tmp_path / "model", make is wan_pipeline
-    make().save_pretrained(model)
+    pipe, model = wan_pipeline(), tmp_path / "model"
+    pipe.save_pretrained(model)
     (model / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    common = ("--model", model, "--device", "cpu", "--frames", 5 if is_video else 1, "--size", "32x32")
-    if is_video:
-        write_video(tmp_path / "data" / "a.mp4")
-    else:
-        write_image(tmp_path / "data" / "a.png")
-    (tmp_path / "data" / "a.txt").write_text("5")
-    made = _cli("encode", *common, "--source", tmp_path / "data", "--output", tmp_path / "encoded")
-    assert "1 of 1 files are used" in made
-    settings = {"model": str(model), "data": str(tmp_path / "encoded"), "output": str(tmp_path)}
-    settings |= {"steps": 1, "learning_rate": 1, "trainable": "all", "objectives": {"diffusion": 1}}
-    validation = {"prompts": ["5"], "inference_steps": 1}
-    transformer = make().transformer
-    run = NamedRun(TrainingConfig.read({**settings, "validation": validation}))
-    run.sampler(run.open_data())(transformer, tmp_path / "made")
-    assert [path.stem for path in (tmp_path / "made").iterdir()] == ["00"]
+    write_video(tmp_path / "data" / "a.mp4")
+    (tmp_path / "data" / "a.txt").write_text("a ball")
+    to = ("--source", tmp_path / "data", "--output", tmp_path / "encoded", "--device", "cpu")
+    assert "1 of 1 files are used" in _cli("encode", "--model", model, *to, "--frames", 5, "--size", "32x32")
+    validation = ValidationConfig(prompts=("5",), inference_steps=1)
+    named = {"model": str(model), "data": str(tmp_path / "encoded"), "validation": validation}
+    run = NamedRun(settings(tmp_path, **named))
+    run.sampler(run.open_data())(pipe.transformer, tmp_path / "made")
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["00.mp4"]
+    # a profile of sparse attention is adapted too
+    NamedRun(settings(tmp_path, patch="faithful", **named)).transformer(with_weights=False)
 
 
-def test_a_profile_of_sparse_attention_is_adapted(latents: Path, config_file: Path) -> None:
-    given = [f"data={latents}", "patch=faithful", "trainable=attention"]
-    NamedRun(TrainingConfig.from_yaml(config_file, given)).transformer(with_weights=False)
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    """Seven files: three are used, one of each problem is left out."""
+    folder = tmp_path / "videos"
+    for name, frames, fps, size in (
+        ("wide", 20, 12, (64, 96)),
+        ("small", 9, 6, (32, 32)),
+        ("slow", 8, 3, (64, 72)),
+        ("short", 4, 6, (64, 64)),
+        ("mute", 12, 6, (64, 64)),
+    ):
+        write_video(folder / f"{name}.mp4", frames, fps, size)
+    write_image(folder / "picture.png", (64, 64))
+    (folder / "broken.mp4").write_bytes(b"no video")
+    for name in ("wide", "small", "slow", "short", "picture", "broken"):
+        (folder / f"{name}.txt").write_text("a seven moving left")
+    return folder
+
+
+def test_what_is_encoded_is_what_was_announced(videos: Path, tmp_path: Path) -> None:
+    """By bucket, with a reason for each file that is left out."""
+    options = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale")
+    before = _cli("data", videos, "--model", "tiny-wan", *options)
+    to = ("--output", tmp_path / "latents", "--precision", "no")
+    encoded = _cli("encode", "--model", "tiny-wan", "--source", videos, *to, *options)
+    after = _cli("data", tmp_path / "latents", "--model", "tiny-wan")
+    assert f"{videos}: 3 of 7 files are used, as 3 clips." in before
+    found = [[line.split() for line in text.split("\n\n")[1].splitlines()] for text in (before, encoded, after)]
+    assert found[0] == found[1] == found[2]
+    header, *rows = found[0]
+    assert header == ["size", "frames", "clips", "latents", "tokens"]
+    assert [row[:4] for row in rows] == [["64x64", "9", "2", "4x9x16x16"], ["64x96", "9", "1", "4x9x16x24"]]
+    assert int(rows[1][4]) == int(rows[0][4]) * 3 // 2
+    for reason in ("short.mp4: too short", "mute.mp4: it has no caption", "picture.png: an image", "broken.mp4: not a"):
+        assert all(f"\n  {reason}" in text for text in (before, encoded, after))
+    assert "3 clips" in _cli("data", tmp_path / "latents")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((), "--model"),
+        (("--model", "tiny-wan", "--size", "63x64"), "63x64 .* 8; .* 64x64"),
+        (("--model", "tiny-wan"), "/videos "),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(options: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    write_video(tmp_path / "videos" / "a.mp4", frames=2)
+    (tmp_path / "videos/a.txt").write_text("a ball")
+    with pytest.raises(ValueError, match=named):
+        _cli("data", tmp_path / "videos", *options)

@@ -15,17 +15,20 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from mhla_diffusers import MHLAConfig, apply_mhla, load_mhla
+from mhla_diffusers.cli import app
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.generate import SampleSet, generate
 from mhla_diffusers.generation.record import Sample
-from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import TrainingConfig, export_checkpoint, read_metrics, train
 from mhla_diffusers.training.data.batches import NoisedBatches
 from mhla_diffusers.training.data.cache import LatentCache, read_index
 from mhla_diffusers.training.data.clips import Clips
-from mhla_diffusers.training.data.encode import encode_folder, synthesize
+from mhla_diffusers.training.data.encode import encode_files
+from mhla_diffusers.training.data.media import find_media
+from mhla_diffusers.training.data.model import DataModel
 
 from ..refusals import refused
 from .models import settings, tiny_wan, wan_data
@@ -51,22 +54,19 @@ def _wait_for_step(output: Path, step: int, process: BaseProcess) -> None:
 
 
 @pytest.mark.parametrize("objective", ["transfer", "distillation"])
-def test_killed_and_resumed_gives_the_same_losses(objective: str, tmp_path: Path) -> None:
+def test_killed_and_resumed_gives_the_same_losses_and_weights(objective: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"steps": 12, "objectives": {objective: 1.0}}
     undisturbed = start_training(_config(tmp_path / "alone", **changes))
-    interrupted = _config(tmp_path / "killed", **changes)
-    chance = random.Random(5)
+    interrupted, chance = _config(tmp_path / "killed", **changes), random.Random(5)
     for kill_at in sorted(chance.sample(range(4, 10), 2)):
         process = start_training(interrupted, "latest")
         _wait_for_step(tmp_path / "killed", kill_at, process)
         time.sleep(chance.random() * 0.05)
         process.kill()
         process.join()
-    last = start_training(interrupted, "latest")
-    finish([undisturbed, last])
+    finish([undisturbed, start_training(interrupted, "latest")])
     alone, killed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("alone", "killed"))
-    assert len(alone) == 12
-    assert killed == alone
+    assert len(alone) == 12 and killed == alone
     results = [next((tmp_path / name / "result").glob("*.safetensors")).read_bytes() for name in ("alone", "killed")]
     assert results[0] == results[1]
 
@@ -82,12 +82,9 @@ def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
     assert process.exitcode == 128 + number
     steps = len(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert not (tmp_path / "run" / "result").exists()
-    export_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{steps:08d}", tmp_path / "so-far", _patched())
+    patched = apply_mhla(tiny_wan(), PATCH)
+    export_checkpoint(tmp_path / "run" / "checkpoints" / f"step-{steps:08d}", tmp_path / "so-far", patched)
     load_mhla(tiny_wan(), tmp_path / "so-far")
-
-
-def _patched() -> Any:
-    return apply_mhla(tiny_wan(), PATCH)
 
 
 def test_ctrl_c_leaves_workers_alone(tmp_path: Path) -> None:
@@ -108,7 +105,7 @@ class _Watched:
 
     def __init__(self, on_read: Callable[[int], object]) -> None:
         self.data, self.on_read, self.read, self.empty = wan_data(), on_read, 0, None
-        self.shapes, self.weights = self.data.shapes, None
+        self.shapes = self.data.shapes
 
     def __len__(self) -> int:
         return len(self.data)
@@ -119,18 +116,24 @@ class _Watched:
         return self.data[index]
 
 
-def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
-    """Also to encode and to generate; a run that was killed leaves the folder free."""
-    process = start_process(_train_on_data_that_waits, tmp_path)
-    while not (tmp_path / "waiting").exists():
+def _waiting(folder: Path) -> BaseProcess:
+    """A training that reads its data for a minute."""
+    process = start_process(_train_on_data_that_waits, folder)
+    while not (folder / "waiting").exists():
         assert process.is_alive()
         time.sleep(0.01)
-    config = settings(tmp_path / "run", steps=1)
-    samples = [Sample("0.png", "1")]
+    return process
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """Also to encode and to generate; a run that was killed leaves the folder free."""
+    process, config = _waiting(tmp_path), settings(tmp_path / "run", steps=1)
+    (tmp_path / "prompts.txt").write_text("seven")
+    synthesize = ["synthesize", "--model", "tiny-dit", "--prompts", str(tmp_path / "prompts.txt"), "--output"]
     for begin in (
         lambda: train(tiny_wan(), wan_data(), config),
-        lambda: synthesize(load_tiny("wan"), "tiny-wan", ["a"], config.output, steps=1),
-        lambda: next(generate(SampleSet("dit", samples=samples, output=tmp_path / "run"))),
+        lambda: CliRunner().invoke(app, [*synthesize, config.output], catch_exceptions=False),
+        lambda: next(generate(SampleSet("dit", samples=[Sample("0.png", "1")], output=tmp_path / "run"))),
     ):
         with refused(str(tmp_path / "run"), error=OSError):
             begin()
@@ -151,48 +154,39 @@ def _train_on_data_that_waits(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("from_files", [True, False])
-def test_encoding_keeps_what_it_has_made_and_resumes(tmp_path: Path, number: signal.Signals, from_files: bool) -> None:
+def test_encoding_keeps_what_it_has_made_and_resumes(tmp_path: Path, number: signal.Signals) -> None:
     for place in range(4):
         write_image(tmp_path / "images" / f"{place}.png")
         (tmp_path / "images" / f"{place}.txt").write_text("a ball")
-    process = start_process(_encode_until_a_signal, tmp_path, number, from_files)
+    sana_pipeline().save_pretrained(tmp_path / "model")
+    process = start_process(_encode_until_a_signal, tmp_path, number)
     process.join(timeout=60)
     assert process.exitcode == (1 if number == signal.SIGINT else -number)
     _, kept = read_index(tmp_path / "cache")
     assert len(kept) == 2
-    _encode_until_a_signal(tmp_path, None, from_files)
+    _encode_until_a_signal(tmp_path, None)
     _, files = read_index(tmp_path / "cache")
     assert files[:2] == kept and len(files) == 4
     assert len(LatentCache(tmp_path / "cache")[3]["latents"]) == 4
 
 
-def _encode_until_a_signal(folder: Path, number: signal.Signals | None, from_files: bool) -> None:
+def _encode_until_a_signal(folder: Path, number: signal.Signals | None) -> None:
     """Encode 4 samples; the signal comes at the third."""
-    pipe, model = sana_pipeline(), folder / "model"
-    if not model.is_dir():
-        pipe.save_pretrained(model)
+    pipe, data, output = sana_pipeline(), DataModel(str(folder / "model")), folder / "cache"
     encode_prompt, calls = pipe.encode_prompt, count()
-    third = 3 if from_files else 5  # the first is the empty prompt; what generates encodes a prompt once more
 
     def encode_and_send(*arguments: Any, **named: Any) -> Any:
-        if number is not None and next(calls) == third:
+        if number is not None and next(calls) == 3:  # the first is the empty prompt
             os.kill(os.getpid(), number)
         return encode_prompt(*arguments, **named)
 
     pipe.encode_prompt = encode_and_send
-    clip, output = Clips(1, 1.0, ((32, 32),)), folder / "cache"
-    if from_files:
-        encode_folder(pipe, str(model), folder / "images", output, clip)
-    else:
-        synthesize(pipe, str(model), ["a", "b", "c", "d"], output, clip, steps=1)
+    images = folder / "images"
+    encode_files(pipe, data, images, find_media(images), output, Clips((1,), 1.0, ((32, 32),)))
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    process = start_process(_train_on_data_that_waits, tmp_path)
-    while not (tmp_path / "waiting").exists():
-        assert process.is_alive()
-        time.sleep(0.01)
+    process = _waiting(tmp_path)
     began = time.monotonic()
     for _ in range(2):
         assert process.pid is not None

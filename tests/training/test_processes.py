@@ -60,7 +60,7 @@ def test_two_processes_are_one_with_twice_the_batch(trained: dict[str, Any], tmp
         ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP.*finetune/accelerate/ddp.yaml"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DEEPSPEED.*finetune/accelerate/ddp.yaml"),
         ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE"),  # launched, but not joined
-        ({"WORLD_SIZE": "2"}, {**LORA, "patch": PATCH, "base_dtype": "int8"}, "base_dtype='int8'.* 2 "),
+        ({"WORLD_SIZE": "2"}, {**LORA, "patch": PATCH, "base_dtype": "int8"}, "base_dtype='int8'.* one process"),
     ],
 )
 def test_unsupported_processes_are_refused_before_training(

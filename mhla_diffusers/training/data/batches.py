@@ -2,9 +2,7 @@
 (C, F, H, W) or (C, H, W), and arguments of its forward, such as ``encoder_hidden_states`` (L, channels).
 """
 
-import logging
 import signal
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
@@ -18,8 +16,6 @@ from ...generation.noise import generator_for
 from ..config import TrainingConfig
 from .times import inside_unit_interval, random_quantiles
 
-logger = logging.getLogger(__name__)
-
 CAPTION = "caption-"
 """Beginning of the names of conditioning of a sample's second caption, third, and so on, such as "caption-1/…"."""
 
@@ -31,8 +27,6 @@ class TrainingData(Protocol):
     """Conditioning of the empty prompt, for prompt dropout; None where there is none."""
     shapes: Sequence[tuple[int, ...]]
     """Shape of the latents of every sample; a batch has samples of one shape only."""
-    weights: Sequence[float] | None
-    """How often every sample occurs in an epoch, at least 1, on average over its bucket; None for once each."""
 
     def __len__(self) -> int: ...
 
@@ -43,11 +37,8 @@ class InMemoryData:
     """Samples in memory."""
 
     def __init__(self, samples: Sequence[Sample], empty: Sample | None = None) -> None:
-        for index, sample in enumerate(samples):
-            check("latents" in sample, f"Sample {index} has no 'latents', only {', '.join(sample)}.")
         self._samples, self.empty = samples, empty
         self.shapes: Sequence[tuple[int, ...]] = [tuple(sample["latents"].shape) for sample in samples]
-        self.weights: Sequence[float] | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -56,46 +47,24 @@ class InMemoryData:
         return self._samples[index]
 
 
-class BatchOrder:
-    """Which samples make up the batch of every step: a function of the seed and the step alone.
+def batches_from(step: int, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Yield the indices of the samples of a step and of those after it, without end; they depend on seed and step.
 
     In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
-    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards. With
-    weight 2.25 an epoch has every sample twice, and a random quarter of them a third time.
+    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards.
     """
-
-    def __init__(
-        self, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int, weights: Sequence[float] | None = None
-    ) -> None:
-        if not shapes:
-            raise ValueError("There are no samples to train on.")
-        self._batch_size, self._seed = batch_size, seed
-        self._groups: dict[tuple[int, ...], dict[float, list[int]]] = {}
-        for index, shape in enumerate(shapes):
-            weight = 1.0 if weights is None else weights[index]
-            self._groups.setdefault(shape, {}).setdefault(weight, []).append(index)
-        counts = [sum(round(weight * len(part)) for weight, part in group.items()) for group in self._groups.values()]
-        self.batches_per_epoch = sum(-(-count // batch_size) for count in counts)
-        self._epoch, self._batches = -1, [[0]]
-
-    def __getitem__(self, step: int) -> list[int]:
-        """Return the indices of the samples of a step."""
-        epoch, position = divmod(step, self.batches_per_epoch)
-        if epoch != self._epoch:
-            size, generator = self._batch_size, generator_for(self._seed, "order", epoch)
-            batches = []
-            for parts in self._groups.values():
-                group: list[int] = []
-                for weight, part in parts.items():
-                    copies, more = divmod(round(weight * len(part)), len(part))
-                    drawn = torch.randperm(len(part), generator=generator).tolist()[:more] if more else []
-                    group += part * copies + [part[place] for place in drawn]
-                order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
-                for start in range(0, len(order), size):
-                    batches.append([order[(start + offset) % len(order)] for offset in range(size)])
-            shuffled = torch.randperm(len(batches), generator=generator).tolist()
-            self._epoch, self._batches = epoch, [batches[place] for place in shuffled]
-        return self._batches[position]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, shape in enumerate(shapes):
+        groups.setdefault(shape, []).append(index)
+    first, position = divmod(step, sum(-(-len(group) // batch_size) for group in groups.values()))
+    for epoch in count(first):
+        generator, batches = generator_for(seed, "order", epoch), []
+        for group in groups.values():
+            order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
+            for start in range(0, len(order), batch_size):
+                batches.append([order[(start + offset) % len(order)] for offset in range(batch_size)])
+        shuffled = torch.randperm(len(batches), generator=generator).tolist()
+        yield from (batches[place] for place in shuffled[position if epoch == first else 0 :])
 
 
 class NoisedBatches:
@@ -125,29 +94,21 @@ class NoisedBatches:
         """Yield the batches of all forwards after some updates, without end; ValueError or OSError for damaged data."""
         config, size, shapes = self.config, self.config.batch_size, self._data.shapes[: self.training_samples]
         needed = size * config.gradient_accumulation * self.processes
-        for shape, there in Counter(shapes).items() if self.rank == 0 else ():
-            if there < needed:
-                logger.warning(
-                    "An update needs %d samples of one shape, but only %d have latents of %s: some are used several "
-                    "times, each time with different noise.",
-                    *(needed, there, shape),
-                )
-        order = BatchOrder(shapes, needed, config.seed, self._data.weights)
 
         def indices() -> Iterator[list[tuple[int, int]]]:
             # forward a starts at (a · processes + rank) · size of the update's samples
-            for at in count(step):
+            for at, chosen in enumerate(batches_from(step, shapes, needed, config.seed), start=step):
                 for start in range(self.rank * size, needed, size * self.processes):
                     places = range(start, start + size)
                     draws = [generator_for(config.seed, "caption", at, place).initial_seed() for place in places]
-                    yield [(order[at][place], draw) for place, draw in zip(places, draws, strict=True)]
+                    yield [(chosen[place], draw) for place, draw in zip(places, draws, strict=True)]
 
         loader: DataLoader[Any] = DataLoader(
             _Batches(self._data),
             batch_size=None,
             sampler=indices(),
             num_workers=config.workers,
-            worker_init_fn=ignore_interrupts,
+            worker_init_fn=_ignore_interrupts,
         )
         for forward, batch in enumerate(loader, start=step * config.gradient_accumulation):
             if isinstance(batch, Exception):
@@ -185,8 +146,8 @@ class NoisedBatches:
             yield latents, noise.to(self.device), sample
 
 
-def ignore_interrupts(worker: int) -> None:
-    """Ignore Ctrl-C in workers, because the main process needs them until it has stopped."""
+def _ignore_interrupts(worker: int) -> None:
+    """The main process needs its workers after Ctrl-C, until it has stopped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,86 +25,34 @@ from ...files import (
 )
 from ...generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
 from ...reporting import times
-from .cache import CachedClip, CachedFile
+from .cache import CachedClip, SourceFile
 from .clips import Clips
 
 logger = logging.getLogger(__name__)
 
-CAPTION_KEYS = ("text", "caption", "prompt", "label")
-"""Metadata columns that may hold the caption."""
-NO_CAPTION = "it has no caption, or an empty one"
-"""Problem of a file."""
 _SUFFIXES = VIDEO_SUFFIXES + IMAGE_SUFFIXES
 _JITTER = 1e-3
 """Seconds that containers round timestamps to; of two frames that are equally near but for that, the earlier one."""
 
-
-@dataclass(frozen=True)
-class Media:
-    """A file and its caption."""
-
-    path: Path
-    name: str
-    """Path inside the folder."""
-    caption: str = ""
-    """Prompt; if it has several lines, training draws one each time. For DiT the class."""
-    problem: str | None = None
-    """Why it cannot be used, if known without reading it."""
-    origin: str = ""
-    """Path of its source, as the settings name it."""
-
-    @property
-    def captions(self) -> list[str]:
-        """The lines of the caption; an empty one for none."""
-        return self.caption.split("\n")
+ReadClip = tuple[torch.Tensor, float]
+"""Pixels of a clip or picture, uint8 (3, frames, height, width), and the second of the video at which it begins."""
 
 
-@dataclass(frozen=True)
-class ClipRead:
-    """A clip of a video, or a picture."""
-
-    pixels: torch.Tensor
-    """uint8 (3, frames, height, width)."""
-    start: float = 0.0
-    """Time at which it begins in the video, in seconds from the first frame."""
-    fps: float = 0.0
-    """Frames per second of the file; 0 for images, and where a video does not say."""
-
-    @property
-    def bucket(self) -> tuple[int, ...]:
-        """Frames, height and width."""
-        return tuple(self.pixels.shape[1:])
-
-
-def contents_of(media: Sequence[Media]) -> dict[str, str]:
-    """Return name → what identifies the content of each file and its caption."""
-    texts = {item.name: f"{fingerprint(item.path)} {item.caption}" for item in media}
-    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
-
-
-def find_media(folder: Path) -> list[Media]:
+def find_media(folder: Path) -> list[SourceFile]:
     """Return the videos and images of a folder with their captions, those without one with that problem.
 
     Captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file, with one caption per line.
-    Metadata has the columns ``file_name`` and ``text`` (or ``caption``, ``prompt``, ``label``), a text or in JSON a
-    list of several. Hidden files do not count. FileNotFoundError if anything is missing, ValueError for metadata that
-    cannot be read or contradicts itself.
+    Metadata has the columns ``file_name`` and ``text``, a text or in JSON a list of several. Hidden files do not count.
+    FileNotFoundError if anything is missing, ValueError for metadata that cannot be read or contradicts itself.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder.")
     files = visible_files(folder)
-    media = {name: path for name, path in files.items() if path.suffix.lower() in _SUFFIXES}
+    media = {name for name, path in files.items() if path.suffix.lower() in _SUFFIXES}
     captions = _metadata(folder)
     if captions is None:
-        texts = {str(Path(name).with_suffix("")): path for name, path in files.items() if path.suffix.lower() == ".txt"}
-        stems = {name: str(Path(name).with_suffix("")) for name in media}
-        captions = {name: "\n".join(read_lines(texts[stem])) if stem in texts else "" for name, stem in stems.items()}
-        if alone := sorted(texts.keys() - set(stems.values())):
-            logger.warning(
-                "%d captions in %s have no video or image beside them (%s), such as %s.",
-                *(len(alone), folder, ", ".join(_SUFFIXES), texts[alone[0]].name),
-            )
-    elif unlisted := sorted(media.keys() - captions.keys()):
+        captions = _captions_beside(files, media)
+    elif unlisted := sorted(media - captions.keys()):
         logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), folder, unlisted[0])
     if not captions:
         raise FileNotFoundError(f"{folder} holds no videos or images ({', '.join(_SUFFIXES)}).")
@@ -112,7 +60,23 @@ def find_media(folder: Path) -> list[Media]:
         raise FileNotFoundError(
             f"{folder}: {len(absent)} files of the metadata do not exist, such as {', '.join(absent[:5])}."
         )
-    return [Media(folder / name, name, caption, None if caption else NO_CAPTION) for name, caption in captions.items()]
+    found = []
+    for name, caption in captions.items():
+        content = hashlib.sha256(f"{fingerprint(folder / name)} {caption}".encode()).hexdigest()[:16]
+        found.append(SourceFile(name, caption, content, None if caption else "it has no caption, or an empty one"))
+    return found
+
+
+def _captions_beside(files: dict[str, Path], media: Iterable[str]) -> dict[str, str]:
+    """Return file name → caption, from the .txt of the same name."""
+    texts = {str(Path(name).with_suffix("")): path for name, path in files.items() if path.suffix.lower() == ".txt"}
+    stems = {name: str(Path(name).with_suffix("")) for name in sorted(media)}
+    if alone := sorted(texts.keys() - set(stems.values())):
+        logger.warning(
+            "%d captions have no video or image beside them (%s), such as %s.",
+            *(len(alone), ", ".join(_SUFFIXES), texts[alone[0]]),
+        )
+    return {name: "\n".join(read_lines(texts[stem])) if stem in texts else "" for name, stem in stems.items()}
 
 
 def _metadata(folder: Path) -> dict[str, str] | None:
@@ -125,64 +89,55 @@ def _metadata(folder: Path) -> dict[str, str] | None:
     rows: Sequence[Any] = read_csv(file) if file.suffix == ".csv" else read_json_lines(file)
     captions: dict[str, str] = {}
     for number, row in enumerate(rows, start=1):
-        key = next((key for key in CAPTION_KEYS if isinstance(row, dict) and key in row), None)
-        if key is None or not row.get("file_name"):
+        if not (isinstance(row, dict) and row.get("file_name") and "text" in row):
             raise ValueError(f"Row {number} of {file} must have file_name and text; it is {row!r}.")
-        name, caption = os.path.normpath(str(row["file_name"])), "" if row[key] is None else row[key]
-        several = caption if isinstance(caption, list) else [caption]
+        name, text = os.path.normpath(str(row["file_name"])), "" if row["text"] is None else row["text"]
+        several = text if isinstance(text, list) else [text]
         check(name not in captions, f"Row {number} of {file} names {name}, as an earlier row does; keep one of them.")
         check(
             all(type(one) in (str, int) for one in several),
-            f"Row {number} of {file}: {key}={caption!r} must be text, a list of texts, or the number of a class.",
+            f"Row {number} of {file}: text={text!r} must be text, a list of texts, or the number of a class.",
         )
         captions[name] = "\n".join(" ".join(str(one).split("\n")).strip() for one in several)
     return captions
 
 
-def read_clips(media: Media, clips: Clips) -> Iterator[ClipRead | str]:
-    """Yield the clips of a video, or a picture, and at the end why the file, or its rest, cannot be used, if so.
-
-    They are resized to cover the size and center-cropped. Holds no more frames than the longest clip has.
-    """
-    if media.problem is not None:
-        yield media.problem
-        return
-    count = 0
-    try:
-        for clip in _read(media.path, clips):
-            yield clip
-            count += 1
-    except (UnreadableMediaError, OSError) as error:
-        yield f"after {count} clips: {error}" if count else str(error)
-
-
 def read_files(
-    media: Sequence[Media], clips: Clips, keep: Callable[[Media, ClipRead], CachedClip]
-) -> Iterator[CachedFile]:
+    folder: Path, files: Sequence[SourceFile], clips: Clips, keep: Callable[[SourceFile, ReadClip], CachedClip]
+) -> Iterator[SourceFile]:
     """Yield each file once ``keep`` had all of its clips; a thread reads one clip ahead."""
 
-    def read() -> Iterator[tuple[Media, ClipRead | str | None]]:
-        for item in media:
-            yield from ((item, clip) for clip in read_clips(item, clips))
-            yield item, None
+    def read() -> Iterator[tuple[SourceFile, ReadClip | str | None]]:
+        for file in files:
+            problem = file.problem
+            if problem is None:
+                try:
+                    for clip in read_clips(folder / file.name, clips):
+                        yield file, clip
+                except (UnreadableMediaError, OSError) as error:
+                    problem = str(error)
+            yield file, problem
 
-    found, kept, problem = read(), list[CachedClip](), None
+    found, kept = read(), list[CachedClip]()
     with ThreadPoolExecutor(max_workers=1) as pool:
         ahead = pool.submit(next, found, None)
         while (read_one := ahead.result()) is not None:
             ahead = pool.submit(next, found, None)
-            item, clip = read_one
-            if isinstance(clip, ClipRead):
-                kept.append(keep(item, clip))
-            elif clip is not None:
-                problem = clip
+            file, clip = read_one
+            if isinstance(clip, tuple):
+                kept.append(keep(file, clip))
             else:
-                yield CachedFile(item.name, item.caption, "", item.origin, problem, tuple(kept))
-                kept, problem = [], None
+                problem = f"after {len(kept)} clips: {clip}" if kept and clip else clip
+                yield replace(file, problem=problem, clips=tuple(kept))
+                kept = []
 
 
-def _read(file: Path, clips: Clips) -> Iterator[ClipRead]:
-    """Yield clips; UnreadableMediaError with the reason where that fails."""
+def read_clips(file: Path, clips: Clips) -> Iterator[ReadClip]:
+    """Yield the clips of a video, or a picture, resized to cover the size and center-cropped.
+
+    Holds no more frames than the longest clip has. UnreadableMediaError, also after some clips, with the reason why the
+    file, or its rest, cannot be used.
+    """
     if file.stat().st_size == 0:
         raise UnreadableMediaError("the file is empty")
     if file.suffix.lower() not in IMAGE_SUFFIXES:
@@ -191,12 +146,12 @@ def _read(file: Path, clips: Clips) -> Iterator[ClipRead]:
     picture = read_picture(file)
     if (count := getattr(Image.open(file), "n_frames", 1)) > 1:
         raise UnreadableMediaError(f"an animated image of {count} frames; convert it to a video, such as MP4")
-    if 1 not in clips.lengths:
-        raise UnreadableMediaError(f"an image has no {clips.lengths[0]} frames")
+    if 1 not in clips.frames:
+        raise UnreadableMediaError(f"an image has no {clips.frames[0]} frames")
     height, width = _size_of((picture.height, picture.width), clips)
     fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-    yield ClipRead(pixels.view(height, width, 3).permute(2, 0, 1)[:, None])
+    yield pixels.view(height, width, 3).permute(2, 0, 1)[:, None], 0.0
 
 
 def _size_of(shape: tuple[int, int], clips: Clips) -> tuple[int, int]:
@@ -208,9 +163,9 @@ def _size_of(shape: tuple[int, int], clips: Clips) -> tuple[int, int]:
     return size
 
 
-def _read_video(file: Path, clips: Clips) -> Iterator[ClipRead]:
+def _read_video(file: Path, clips: Clips) -> Iterator[ReadClip]:
     """Join the frames nearest to 0, 1 / fps, 2 / fps, … seconds to clips."""
-    lengths, starts = clips.lengths, clips.starts
+    shortest, longest = min(clips.frames), max(clips.frames)
     number, is_found = -1, False
     begun: list[int] = []  # first frames of clips that lack frames
     window: dict[int, torch.Tensor] = {}
@@ -219,22 +174,23 @@ def _read_video(file: Path, clips: Clips) -> Iterator[ClipRead]:
         for number, frame in enumerate(frames_at(container.decode(stream), clips.fps)):
             if number == 0:
                 size = _size_of(shown_shape(frame, stream), clips)
-                rate = float(stream.average_rate or 0)
-            if number in starts:
+                if 0 < (rate := float(stream.average_rate or 0)) < 0.9 * clips.fps and longest > 1:
+                    logger.warning("%s has %g frames per second, so at %g some are repeated.", file, rate, clips.fps)
+            if number == 0 or (clips.stride and number % clips.stride == 0):
                 begun.append(number)
             if begun:
                 window[number] = _fit_frame(frame, stream, size)
-            for first in [first for first in begun if number + 1 - first in lengths]:
+            for first in [first for first in begun if number + 1 - first in clips.frames]:
                 is_found = True
                 pixels = torch.stack([window[place] for place in range(first, number + 1)], dim=1)
-                yield ClipRead(pixels, first / clips.fps, rate)
-            begun = [first for first in begun if number + 1 - first < lengths[-1]]
+                yield pixels, first / clips.fps
+            begun = [first for first in begun if number + 1 - first < longest]
             window = {place: window[place] for place in window if begun and place >= begun[0]}
-            if not begun and starts[-1] <= number:
+            if not begun and clips.stride is None:
                 return
     if not is_found:
         raise UnreadableMediaError(
-            f"too short: {number + 1} frames at {clips.fps:g} fps, and the shortest clip has {lengths[0]}"
+            f"too short: {number + 1} frames at {clips.fps:g} fps, and the shortest clip has {shortest}"
         )
 
 

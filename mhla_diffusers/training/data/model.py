@@ -1,7 +1,6 @@
 """A model as far as data depends on it, read without weights."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from ...generation.pipelines import (
     transformer_without_weights,
     usual_clip,
 )
-from ...reporting import times
+from ...reporting import parse_size, times
+from .cache import SourceFile
 from .clips import Clips, auto_sizes
 
 
@@ -41,41 +41,49 @@ class DataModel:
         self.begins_with_picture = bool(is_known)
         """Whether its pipeline gives the first frame to the transformer, without noise."""
 
-    def fitted(self, clips: Clips | None) -> Clips:
-        """Return clips, or the model's own for None, with sizes for the model; ValueError for what it cannot take."""
-        clips = clips or Clips(self.usual.frames, self.usual.fps, self.usual.sizes)
-        family, sizes = self.family, clips.sizes
-        temporal, spatial = strides_of(self.vae, of_videos=family.axes == 3)
-        step = spatial * family.patch_of(self.transformer)[-1]
-        if isinstance(sizes, str):
-            first = clips.auto_size(self.usual)
-            sizes = (first,) if family.squares_only else auto_sizes(first, step)
-        for size in sizes:
-            nearest = [max(step, round(side / step) * step) for side in size]
-            divides = all(side > 0 and side % step == 0 for side in size)
-            check(divides, f"Size {times(size)} must be divisible by {step}; the nearest is {times(nearest)}.")
+    def clips(
+        self,
+        frames: Sequence[int] | None = None,
+        fps: float | None = None,
+        sizes: Sequence[str] | None = None,
+        stride: int | None = None,
+        upscale: bool = False,
+    ) -> Clips:
+        """Return clips of the model's own length, rate and size, or others; ValueError for what it cannot take.
+
+        ``sizes`` are texts such as "480x832"; "auto" among them adds usual aspect ratios in the area of the first.
+        """
+        temporal, spatial = strides_of(self.vae, of_videos=self.family.axes == 3)
+        step = spatial * self.family.patch_of(self.transformer)[-1]
+        chosen = [parse_size(size) for size in sizes or () if size != "auto"] or [*self.usual.sizes]
+        if "auto" in (sizes or ()) and not self.family.squares_only:
+            chosen = auto_sizes(chosen[0], step)
+        lengths = tuple(sorted(set(frames or (self.usual.frames,))))
+        found = Clips(lengths, fps or self.usual.fps, tuple(chosen), stride, upscale)
+        squares = self.family.squares_only
+        for size in found.sizes:
+            height, width = (max(step, round(side / step) * step) for side in size)
+            near = (height, height if squares else width)
             check(
-                not family.squares_only or size[0] == size[1],
-                f"Size {times(size)} is not square, but {family.name} only makes squares; try {size[0]}x{size[0]}.",
+                size == near,
+                f"Size {times(size)} must be divisible by {step}{' and square' * squares}; try {times(near)}.",
             )
-        for frames in clips.lengths:
-            if not family.makes_videos:
-                check(frames == 1, f"frames={frames} is for video models; this one makes images, so frames must be 1.")
-                continue
-            near = max(0, round((frames - 1) / temporal)) * temporal + 1
+        for length in found.frames:
+            usable = max(0, round((length - 1) / temporal)) * temporal + 1 if self.family.makes_videos else 1
             check(
-                (frames - 1) % temporal == 0,
-                f"frames={frames} must be 1 more than a multiple of {temporal}; try {near}.",
+                length == usable,
+                f"frames={length} must be 1, or for video models 1 more than a multiple of {temporal}; try {usable}.",
             )
             check(
-                frames > 1 or not self.begins_with_picture,
+                length > 1 or not self.begins_with_picture,
                 "frames=1 is the picture alone, which image-to-video does not predict; ask for more frames.",
             )
-        return replace(clips, sizes=sizes)
+        return found
 
-    def check_captions(self, captions: Iterable[str]) -> None:
+    def check_captions(self, files: Sequence[SourceFile]) -> None:
         """Raise ValueError for a caption that is not a class of a model for classes."""
-        check_classes(self.name, self.family.name, captions)
+        usable = (file for file in files if file.problem is None)
+        check_classes(self.name, self.family.name, (caption for file in usable for caption in file.captions))
 
     def header(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return what identifies latents that it encodes with some settings; weights on the Hub are None."""

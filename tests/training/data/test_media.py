@@ -1,4 +1,4 @@
-"""Videos and images: found with their captions in folders, and read."""
+"""Videos and images: found with their captions in folders, cut into clips, and read."""
 
 import math
 import re
@@ -13,32 +13,60 @@ import torch
 from PIL import Image
 
 from mhla_diffusers.evaluation.images import read_sample
-from mhla_diffusers.training.data.clips import Clips
-from mhla_diffusers.training.data.media import ClipRead, Media, find_media, read_clips
+from mhla_diffusers.generation.pixels import UnreadableMediaError
+from mhla_diffusers.training.data.clips import Clips, auto_sizes
+from mhla_diffusers.training.data.media import find_media, read_clips
+from mhla_diffusers.training.data.model import DataModel
 
 from ...refusals import refused
 from ..pipelines import write_frames, write_image, write_video
 
-CLIP = Clips(frames=5, fps=8.0, sizes=((32, 32),))
-IMAGE = Clips(1, 1.0, ((32, 32),))
+CLIP = Clips(frames=(5,), fps=8.0, sizes=((32, 32),))
+IMAGE = Clips((1,), 1.0, ((32, 32),))
 
 
 def _read(file: Path, clip: Clips = CLIP) -> torch.Tensor:
-    found = next(read_clips(Media(file, file.name), clip))
-    assert isinstance(found, ClipRead), found
-    return found.pixels
+    return next(read_clips(file, clip))[0]
+
+
+def _clips(file: Path, clips: Clips) -> list[tuple[float, int, float]]:
+    """Start, length and the grey level of the first frame of every clip."""
+    found = [(start, pixels.shape[1], pixels[:, 0].float().mean()) for pixels, start in read_clips(file, clips)]
+    return sorted((start, length, round(float(level) / 10)) for start, length, level in found)
+
+
+def test_clips_begin_where_the_settings_say_with_every_length_that_is_left(tmp_path: Path) -> None:
+    """Frame i of the video has level 10 i."""
+    write_video(tmp_path / "a.mp4", frames=12, fps=8)
+    clips = Clips((1, 5), 8.0, ((32, 32),))
+    for stride, expected in (
+        (None, [(0, 1), (0, 5)]),
+        (5, [(0, 1), (0, 5), (5, 1), (5, 5), (10, 1)]),
+        (4, [(0, 1), (0, 5), (4, 1), (4, 5), (8, 1)]),
+        (7, [(0, 1), (0, 5), (7, 1), (7, 5)]),
+    ):
+        wanted = [(first / 8, length, first) for first, length in expected]
+        assert _clips(tmp_path / "a.mp4", replace(clips, stride=stride)) == wanted
+    assert _clips(tmp_path / "a.mp4", replace(clips, fps=4.0, stride=5)) == [(0, 1, 0), (0, 5, 0), (1.25, 1, 10)]
+
+
+def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
+    sizes = auto_sizes((480, 832), 16)
+    assert sizes[:2] == [(480, 832), (832, 480)]
+    for height, width in sizes:
+        assert height % 16 == width % 16 == 0 and 0.9 < height * width / (480 * 832) < 1.1
+    aspects = [width / height for height, width in sizes]
+    for shape in ((1080, 1920), (1920, 1080), (1000, 1000), (480, 640), (3000, 2000), (1080, 2560)):
+        size = Clips((81,), 16.0, tuple(sizes)).size_for(*shape)
+        assert size[1] / size[0] == pytest.approx(shape[1] / shape[0], rel=0.06) and size[1] / size[0] in aspects
+    assert DataModel("tiny-wan").clips([9], 6.0, ["auto", "32x64"]).sizes[0] == (32, 64)
+    assert DataModel("tiny-dit").clips(sizes=["auto"]).sizes == ((64, 64),)
 
 
 def _problem(file: Path, clip: Clips) -> str:
-    (found,) = read_clips(Media(file, file.name), clip)
-    assert isinstance(found, str)
-    return found
-
-
-@pytest.fixture
-def video(tmp_path: Path) -> bytes:
-    write_video(tmp_path / "video.mp4")
-    return (tmp_path / "video.mp4").read_bytes()
+    with pytest.raises(UnreadableMediaError) as raised:
+        list(read_clips(file, clip))
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("size", [(40, 48), (50, 34), (64, 128), (18, 22)])
@@ -46,17 +74,30 @@ def test_any_size_is_resized_and_cropped(tmp_path: Path, size: tuple[int, int]) 
     write_video(tmp_path / "a.mp4", size=size)
     assert _read(tmp_path / "a.mp4", replace(CLIP, upscale=True)).shape == (3, 5, 32, 32)
     write_image(tmp_path / "a.png", (size[0] + 1, size[1] - 1), level=77)
-    image = _read(tmp_path / "a.png", Clips(1, 1.0, ((16, 32),), upscale=True))
+    image = _read(tmp_path / "a.png", Clips((1,), 1.0, ((16, 32),), upscale=True))
     assert image.shape == (3, 1, 16, 32)
     assert image.min() == image.max() == 77
 
 
-def test_unreadable_files_say_why(tmp_path: Path, video: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also an image of too many pixels, rather than the end of an encoding of thousands of files."""
+    import av
+
     write_image(tmp_path / "huge.png")
     write_image(tmp_path / "image.png", size=(8, 8))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
     write_video(tmp_path / "short.mp4", frames=3)
+    write_video(tmp_path / "small.mp4", size=(16, 16))
+    write_video(tmp_path / "whole.mp4")
+    video = (tmp_path / "whole.mp4").read_bytes()
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=8000)
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
+        sound.sample_rate = 8000
+        container.mux(stream.encode(sound))
+        container.mux(stream.encode())
+    pages = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    pages[0].save(tmp_path / "moving.webp", save_all=True, append_images=pages[1:])
     for name, content, clip, reason in (
         ("empty.mp4", b"", CLIP, "empty"),
         ("truncated.mp4", video[: len(video) // 3], CLIP, "not a readable video"),
@@ -65,6 +106,9 @@ def test_unreadable_files_say_why(tmp_path: Path, video: bytes, monkeypatch: pyt
         ("image.png", None, CLIP, "5 frames"),
         ("huge.png", None, IMAGE, "not a readable image"),
         ("short.mp4", None, CLIP, "too short: 3 frames at 8 fps.* 5"),
+        ("small.mp4", None, CLIP, "16x16 would be enlarged 2 times"),
+        ("sound.mp4", None, IMAGE, "no video, but audio"),
+        ("moving.webp", None, IMAGE, "animated image of 2 frames"),
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
@@ -82,7 +126,7 @@ def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
         write_image(tmp_path / name)
         (tmp_path / text).write_text(f"caption of {name}\n")
     assert _captions(tmp_path) == {name: f"caption of {name}" for name in ("UP.PNG", "a.png", "deep/b.png")}
-    (tmp_path / "metadata.csv").write_text('file_name,caption\na.png,"from, csv"\n', encoding="utf-8-sig")
+    (tmp_path / "metadata.csv").write_text('file_name,text\na.png,"from, csv"\n', encoding="utf-8-sig")
     assert _captions(tmp_path) == {"a.png": "from, csv"}
     (tmp_path / "metadata.csv").unlink()
     (tmp_path / "metadata.jsonl").write_text(
@@ -101,16 +145,19 @@ def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
     assert _captions(source) == {"sub/a.png": "a"}
 
 
-def test_hidden_files_are_passed_over_and_unlisted_ones_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hidden_files_are_passed_over_and_what_is_left_out_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / ".ipynb_checkpoints").mkdir()
-    for name in ("a.png", "b.png", "._a.png", ".ipynb_checkpoints/a-checkpoint.png"):
-        write_image(tmp_path / name)
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    assert _captions(tmp_path) == {"a.png": "a", "b.png": "b"}
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "label": 3}\n')
+    names = ["a.png", "b.png", "am4v.m4v", "ats.ts", "aMPG.MPG", "awmv.wmv", "aflv.flv"]
+    for name in [*names, "arm.rm", "._a.png", ".ipynb_checkpoints/a-checkpoint.png"]:
+        (tmp_path / name).touch()
+        (tmp_path / name).with_suffix(".txt").write_text("a")
+    assert _captions(tmp_path) == dict.fromkeys(names, "a")
+    assert "1 captions have no" in caplog.text and "arm.txt" in caplog.text
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": 3}\n')
     assert _captions(tmp_path) == {"a.png": "3"}
-    assert "1 files in" in caplog.text and "such as b.png" in caplog.text
+    assert "6 files in" in caplog.text and "such as aMPG.MPG" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -176,7 +223,7 @@ def test_frames_are_those_nearest_to_the_times_asked_for(
     subprocess.run([*made, "-output_ts_offset", str(offset), str(file)], check=True)
     ratio = Fraction(given) / Fraction(wanted)
     nearest = [math.ceil(number * ratio - Fraction(1, 2)) for number in range(8)]
-    found = _read(file, Clips(8, float(wanted), ((32, 32),))).float().mean(dim=(0, 2, 3))
+    found = _read(file, Clips((8,), float(wanted), ((32, 32),))).float().mean(dim=(0, 2, 3))
     step = 4 * 255 / 219  # from the range of video to that of pictures
     assert (found / step).round().int().tolist() == nearest
 
@@ -202,7 +249,7 @@ def test_frames_are_turned_and_mirrored_as_they_are_shown(
     command = [exe, "-loglevel", "error", *f"-display_{shown}".split(), "-i", str(tmp_path / "stored.mp4")]
     subprocess.run([*command, "-c", "copy", "-aspect", "2:1", str(tmp_path / "shown.mp4")], check=True)
     for frame in (
-        _read(tmp_path / "shown.mp4", Clips(5, 8.0, ((32, 64), (64, 32), (32, 32))))[:, 0],
+        _read(tmp_path / "shown.mp4", Clips((5,), 8.0, ((32, 64), (64, 32), (32, 32))))[:, 0],
         read_sample(tmp_path / "shown.mp4")[0],
     ):
         assert frame.shape == (3, *size)
@@ -212,40 +259,12 @@ def test_frames_are_turned_and_mirrored_as_they_are_shown(
         assert frame.float().mean() == pytest.approx(50, abs=8)
 
 
-def test_captioned_media_that_is_left_out_is_told(
-    tmp_path: Path, video: bytes, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("mode", "colour", "seen"), [("I;16", 127 * 257, 127), ("RGBA", (200, 0, 0, 0), 255)], ids=["16 bits", "clear"]
+)
+def test_grey_of_16_bits_keeps_its_level_and_what_is_transparent_is_laid_on_white(
+    mode: str, colour: object, seen: int, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "files"
-    folder.mkdir()
-    for suffix in (".m4v", ".ts", ".MPG", ".wmv", ".flv", ".rm"):
-        (folder / f"a{suffix[1:]}{suffix}").write_bytes(video)
-        (folder / f"a{suffix[1:]}.txt").write_text("a ball")
-    assert set(_captions(folder)) == {"am4v.m4v", "ats.ts", "aMPG.MPG", "awmv.wmv", "aflv.flv"}
-    assert "1 captions in" in caplog.text and "such as arm.txt" in caplog.text
-
-
-def test_files_that_are_no_video_say_what_they_are(tmp_path: Path) -> None:
-    import av
-
-    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
-        stream = container.add_stream("aac", rate=8000)
-        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), dtype=np.float32), format="fltp", layout="mono")
-        sound.sample_rate = 8000
-        container.mux(stream.encode(sound))
-        container.mux(stream.encode())
-    pages = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
-    pages[0].save(tmp_path / "moving.webp", save_all=True, append_images=pages[1:])
-    for name, reason in (("sound.mp4", "no video, but audio"), ("moving.webp", "animated image of 2 frames")):
-        assert reason in _problem(tmp_path / name, IMAGE)
-
-
-def test_grey_of_16_bits_keeps_its_level(tmp_path: Path) -> None:
-    Image.fromarray(np.full((32, 32), 127 * 257, dtype=np.uint16)).save(tmp_path / "grey.png")
-    assert _read(tmp_path / "grey.png", IMAGE).unique().tolist() == [127]
-    assert read_sample(tmp_path / "grey.png").unique().tolist() == [127]
-
-
-def test_what_is_transparent_is_laid_on_white(tmp_path: Path) -> None:
-    Image.new("RGBA", (32, 32), (200, 0, 0, 0)).save(tmp_path / "clear.png")
-    assert _read(tmp_path / "clear.png", IMAGE).unique().tolist() == [255]
-    assert read_sample(tmp_path / "clear.png").unique().tolist() == [255]
+    Image.new(mode, (32, 32), colour).save(tmp_path / "a.png")  # type: ignore[arg-type]
+    assert _read(tmp_path / "a.png", IMAGE).unique().tolist() == [seen]
+    assert read_sample(tmp_path / "a.png").unique().tolist() == [seen]

@@ -1,7 +1,6 @@
 """Times of frame blocks: which are drawn, that all belongs to the seed, what is noised and predicted, and errors."""
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from mhla_diffusers.families import arguments_of, get_family, predict
 from mhla_diffusers.training import InMemoryData, TrainingConfig, ValidationConfig, train
 from mhla_diffusers.training.data.batches import NoisedBatches
 from mhla_diffusers.training.data.times import even_quantiles, frames_together, random_quantiles
-from mhla_diffusers.training.validation import validation_loss
 
 from ...models import assert_changed, wan
 from ..models import settings
@@ -93,6 +91,7 @@ def test_times_are_a_function_of_the_seed_for_any_number_of_processes() -> None:
 
     assert times(2, 1).shape == (2, FRAMES)
     assert torch.equal(times(2, 1), times(1, 2))
+    assert frames_together(mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2))) is None
 
 
 def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path: Path) -> None:
@@ -105,15 +104,6 @@ def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path:
     assert train(model, _data(), _config(tmp_path)).finished
     assert all(times.shape[1:] == (FRAMES * 16,) for times in seen)
     assert_changed(layer.mixing.detach(), before)
-
-
-def test_without_a_causal_patch_there_is_one_time_and_the_same_as_ever() -> None:
-    model = mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2))
-    assert frames_together(model) is None
-    config = _config(patch=mhla.MHLAConfig(blocks=(2, 2, 2)))
-    batches = NoisedBatches(_data(), get_family(model).training.process(model, 3.0), config, torch.device("cpu"))
-    assert all(batch.time.shape == (2,) for batch in islice(batches.from_step(0), 2))
-    assert validation_loss(model, batches).isfinite()
 
 
 @pytest.mark.parametrize(
