@@ -1,16 +1,17 @@
 """Settings of a patch, of one kind of attention; profiles, and presets, the YAML files of the ``patches/`` folder."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from .attention import get_feature_map
-from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order, check_denominator
+from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order
 from .attention.causal import Causal
 from .attention.costs import AttentionSizes
 from .attention.layout import Shape, block_count, check_grid, check_layout, fit_blocks
@@ -22,7 +23,7 @@ from .files import read_text
 from .moved import where_it_went
 from .settings import Count, Flag, Integer, Number, PositiveInteger, Settings, read_yaml, settings
 
-LayerChoice = str | float | Sequence[int]
+LayerChoice = str | float | tuple[int, ...]
 """Which self-attentions are replaced; see :func:`choose_layers`."""
 USUAL_STEPS = 50
 """Denoising steps of a call, where their number is unknown."""
@@ -31,10 +32,16 @@ FEW_STEPS = 10
 
 
 def _layers(choice: Any) -> LayerChoice:
-    """Convert a choice of layers for saving: a list to a tuple, a fraction to text."""
-    layers: LayerChoice = tuple(choice) if isinstance(choice, list | tuple | range) else choice
-    parse_layers(layers)
-    return str(layers) if isinstance(layers, Fraction) else layers
+    if isinstance(choice, list | tuple) and all(type(index) is int for index in choice):
+        return tuple(choice)
+    try:
+        is_share = isinstance(choice, str | float) and 0 < Fraction(choice) <= 1  # 1 might be meant for one layer
+    except (ValueError, ZeroDivisionError, OverflowError):
+        is_share = False
+    if not is_share and choice != "all":
+        raise ValueError(f"layers={choice!r} must be 'all', a fraction such as '2/3', or indices such as [0, 2, -1].")
+    share: LayerChoice = choice
+    return share
 
 
 def _blocks(blocks: Any) -> Shape:
@@ -121,7 +128,12 @@ class PatchConfig(Settings):
 
     def replace(self, **settings: Any) -> Self:
         """Return a copy with some fields changed; ValueError for one of another attention, or a value not allowed."""
-        check_settings(settings, type(self))
+        kind = kind_of(settings, type(self))
+        check(
+            kind is type(self),
+            f"{', '.join(settings)} needs {kind.attention}, and this patch runs {self.attention}; call remove_mhla(), "
+            "then apply_mhla() with it.",
+        )
         return replace(self, **settings)
 
     @classmethod
@@ -220,15 +232,15 @@ class LinearConfig(PatchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.normalize and not self.output_norm:
-            raise ValueError(
-                "With normalize=False the output grows with the number of tokens; set output_norm=True as well."
-            )
-        if self.normalize and self.feature_map == "identity":
-            raise ValueError(
-                "feature_map='identity' is signed, so its normaliser can vanish; "
-                "use normalize=False with output_norm=True, or a positive feature map."
-            )
+        check(
+            self.normalize or self.output_norm,
+            "With normalize=False the output grows with the number of tokens; set output_norm=True as well.",
+        )
+        check(
+            not (self.normalize and self.feature_map == "identity"),
+            "feature_map='identity' is signed, so its normaliser can vanish; use normalize=False with "
+            "output_norm=True, or a positive feature map.",
+        )
 
     def grid_from(self, grid: Sequence[int]) -> Shape:
         """Return the grid that is cut into blocks; a call's grid is this grid, or the beginning of it."""
@@ -288,20 +300,10 @@ class CausalConfig(LinearConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(
-            self.causal == "block" or len(self.blocks) == 1,
-            f"causal='token' needs a sequence with one axis, but blocks={self.blocks} has several; give one count, "
-            f"such as blocks=({self.blocks[0]},), or use causal='block' for a video.",
-        )
-        check(
             self.mixing_clip or not self.needs_positive_mixing,
             f"mixing_clip=False allows negative entries, but causal={self.causal!r} with own={self.own!r} takes the "
             "logarithm of their sums. Use mixing_clip=True, or normalize=False with output_norm=True and "
             "own='linear'.",
-        )
-        check_denominator(self.feature_map, self.eps, self.normalize, self.own == "softmax", self.causal)
-        check(
-            self.beyond == "error" or self.blocks[0] > 1,
-            f"beyond='relative' needs at least two blocks along the first axis, got blocks={self.blocks}.",
         )
 
     def grid_from(self, grid: Sequence[int]) -> Shape:
@@ -358,47 +360,17 @@ NOTHING_DENSE: dict[str, Any] = {"dense_first": 0, "dense_last": 0, "dense_every
 KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
 
 
-def kind_of(settings: Iterable[str], *preferred: type[PatchConfig]) -> type[PatchConfig]:
-    """Return the kind of patch that has settings of these names, of several the first that is ``preferred``.
+def kind_of(settings: Collection[str], usual: type[PatchConfig] = SparseConfig) -> type[PatchConfig]:
+    """Return the kind of patch that settings of these names are for, or ``usual`` if all kinds have them.
 
-    ValueError for unknown names, those of two kinds, or without a preferred one names that all kinds have.
+    ValueError for unknown names, or those of two kinds.
     """
-    settings = list(settings)
-    check_names(settings, list(dict.fromkeys(name for kind in KINDS for name in _names(kind))), "setting of a patch")
-    fitting = [kind for kind in KINDS if set(settings) <= set(_names(kind))]
-    if not fitting:
-        kinds = {name: {kind for kind in KINDS if name in _names(kind)} for name in settings}
-        one, other = next((a, b) for a in settings for b in settings if not kinds[a] & kinds[b])
-        raise ValueError(
-            f"{one} belongs to {_attentions_with(one)}, and {other} to {_attentions_with(other)}; a patch runs one "
-            "attention, so leave one of the two out."
-        )
-    for kind in preferred:
-        if kind in fitting:
-            return kind
-    check(
-        len(fitting) < len(KINDS),
-        "These settings do not say which attention to run; add density for sparse attention, or blocks for MHLA, for "
-        "example blocks=(7, 3, 5).",
-    )
-    return fitting[0]
-
-
-def check_settings(settings: Iterable[str], kind: type[PatchConfig], instead: str = "") -> None:
-    """Raise ValueError unless all names are fields of a kind of patch; ``instead`` is the advice about other kinds'."""
-    for name in settings:
-        if name not in _names(kind) and (others := _attentions_with(name)):
-            instead = instead or f"For the other attention call remove_mhla() and apply_mhla(..., {name}=...)."
-            raise ValueError(f"{name} is a setting of {others}, and this patch runs {kind.attention}. {instead}")
-    check_names(settings, _names(kind), f"setting of {kind.attention}")
-
-
-def _names(kind: type[PatchConfig]) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
-def _attentions_with(name: str) -> str:
-    return " or ".join(kind.attention for kind in KINDS if name in _names(kind))
+    known = {kind: [one.name for one in fields(kind)] for kind in (usual, *KINDS)}
+    check_names(settings, list(dict.fromkeys(chain(*known.values()))), "setting of a patch")
+    kind = max(known, key=lambda kind: sum(name in known[kind] for name in settings))
+    other = [name for name in settings if name not in known[kind]]
+    check(not other, f"{', '.join(other)} cannot be set with {kind.attention}; a patch runs one attention.")
+    return kind
 
 
 @dataclass(frozen=True)
@@ -416,27 +388,6 @@ def _count_of(steps: int | float, count: int) -> int:
         return steps
     count = count or USUAL_STEPS
     return min(1, math.ceil(steps - 1e-9)) if count < FEW_STEPS else math.ceil(steps * count - 1e-9)
-
-
-def parse_layers(choice: LayerChoice) -> Fraction | tuple[int, ...]:
-    """Return the choice as the fraction of layers to replace, or as indices."""
-    if isinstance(choice, Sequence) and not isinstance(choice, str):
-        indices = tuple(choice)
-        if all(isinstance(index, int) and not isinstance(index, bool) for index in indices):
-            return indices
-    if choice == "all":
-        return Fraction(1)
-    share: Any = choice
-    try:
-        fraction = Fraction(share).limit_denominator(1000)
-    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
-        fraction = Fraction(-1)
-    if isinstance(choice, int) or not 0 < fraction <= 1:  # 1 might be meant for one layer
-        raise ValueError(
-            f"layers={choice!r} is unknown; allowed: 'all', a fraction in (0, 1] such as '2/3' or 0.5, "
-            "or a list of layer indices such as [0, 2, -1]."
-        )
-    return fraction
 
 
 @settings()

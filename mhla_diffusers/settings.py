@@ -1,12 +1,5 @@
 """Settings: frozen dataclasses of pydantic, made from keywords, mappings or YAML, with errors of one sentence.
 
-A field's annotation says all that it may hold::
-
-    @settings()
-    class RunConfig(Settings):
-        steps: Annotated[Integer, Field(gt=0)]
-        scheduler: Literal["constant", "cosine"] = "constant"
-
 An error names the field by its path, such as ``validation.every``, its value and what is allowed; of an unknown name
 the nearest ones; of a file the line.
 """
@@ -63,21 +56,17 @@ def settings(*, kw_only: bool = False) -> Callable[[type[Made]], type[Made]]:
 
 @settings()
 class Settings:
-    """Base of settings. Numbers of NumPy and torch become Python's own, lists become tuples."""
+    """Base of settings."""
 
     @model_validator(mode="before")
     @classmethod
-    def _prepare(cls, content: Any) -> Any:
-        """Reject unknown names and convert arrays."""
-        given = content.kwargs or {} if isinstance(content, ArgsKwargs) else content
-        if not isinstance(given, Mapping):
-            return given
-        known = [one.name for one in fields(cls)]
-        for name in given:
+    def _reject_unknown_names(cls, content: Any) -> Any:
+        given, known = content.kwargs if isinstance(content, ArgsKwargs) else content, [one.name for one in fields(cls)]
+        for name in given if isinstance(given, Mapping) else ():
             if name not in known:
                 allowed = said_allowed(name, known)
                 raise PydanticCustomError("unknown", "{allowed}", {"allowed": allowed, "name": name})
-        return {name: _plain(value) for name, value in given.items()}
+        return content
 
     @classmethod
     def read(cls, content: Any) -> Self:
@@ -94,7 +83,6 @@ class Settings:
 
 def check_value(name: str, value: object, kind: Any) -> Any:
     """Return an argument validated as a field of a kind such as ``PositiveInteger | None``, or raise ValueError."""
-    value = _plain(value)
     try:
         return TypeAdapter(kind, config=_RULES).validate_python(value)
     except ValidationError as error:
@@ -150,13 +138,6 @@ def _path_in(content: Any, location: _Path, kind: str) -> _Path:
             continue
         path += (name,)
     return path if path or kind == "missing" else location[:1]  # a default that is not allowed
-
-
-def _plain(value: Any) -> Any:
-    """Return numbers and arrays, for example of NumPy and torch, as plain Python values."""
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(one) for one in value)
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _set(content: Any, override: str) -> _Path:

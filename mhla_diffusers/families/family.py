@@ -250,7 +250,7 @@ class Family:
 
     def complete(self, settings: Mapping[str, Any]) -> PatchConfig:
         """Return the settings of a patch: those given, whose names decide which attention it runs, and the family's."""
-        kind = kind_of(settings, SparseConfig if self.computes == "softmax" else MHLAConfig, MHLAConfig)
+        kind = kind_of(settings, SparseConfig if self.computes == "softmax" else MHLAConfig)
         usual: dict[str, Any] = {}
         if issubclass(kind, LinearConfig):
             usual = {"blocks": self.mhla_blocks}

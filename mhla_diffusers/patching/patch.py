@@ -19,9 +19,8 @@ from ..config import (
     Patch,
     PatchConfig,
     SparseConfig,
-    check_settings,
+    kind_of,
     load_patch,
-    parse_layers,
 )
 from ..errors import check, check_choice
 from ..families import Counts, Family, find_family, get_family, why_refused
@@ -127,7 +126,8 @@ def _config_for(family: Family, patch: PatchConfig | str | Path | None, settings
             )
         chosen = chosen.patch
     if chosen is None and not family.knows_layers:
-        check_settings(settings, SparseConfig, "For the other attention add the model as a family (docs/models.md).")
+        words = "A model without a family runs sparse attention alone; for MHLA add it as a family (docs/models.md)."
+        check(kind_of(settings) is SparseConfig, words)
     config: PatchConfig = family.complete(settings) if chosen is None else chosen.replace(**settings)
     return config
 
@@ -388,10 +388,9 @@ def choose_layers(choice: LayerChoice, count: int) -> list[int]:
     A fraction keeps the remaining layers evenly spread, beginning with layer 0: "2/3" keeps layers 0, 3, 6, …, the
     hybrid of the paper's Sec. 5.3.
     """
-    parsed = parse_layers(choice)
-    if isinstance(parsed, Fraction):
-        kept = 1 - parsed
+    if not isinstance(choice, tuple):
+        kept = 1 - Fraction(1 if choice == "all" else choice).limit_denominator(1000)
         return [i for i in range(count) if not kept or (i > 0 and int(i * kept) == int((i - 1) * kept))]
-    for index in parsed:
-        check(-count <= index < count, f"layers={parsed}: {index} must be from {-count} to {count - 1}.")
-    return sorted({index % count for index in parsed})
+    for index in choice:
+        check(-count <= index < count, f"layers={choice}: {index} must be from {-count} to {count - 1}.")
+    return sorted({index % count for index in choice})
