@@ -18,7 +18,7 @@ from .attention.layout import Shape, block_count, check_grid, check_layout, fit_
 from .attention.mixing import MixingInit
 from .attention.order import blocks_per_state
 from .attention.state import Beyond
-from .errors import check, check_names, nearest
+from .errors import check, check_names, said_allowed
 from .files import read_text
 from .moved import where_it_went
 from .settings import Count, Flag, Integer, Number, PositiveInteger, Settings, read_yaml, settings
@@ -68,12 +68,11 @@ class PatchConfig(Settings):
     layers: Annotated[LayerChoice, PlainValidator(_layers)] = "all"
     """Which layers: "all", a fraction such as "2/3" or 0.5, or a list of indices."""
     dense_first: _Steps = 0
-    """First denoising steps of a pipeline's call in which all layers use the original attention: a number (1 is one
-    step), or as a float a share, rounded up."""
+    """First steps of a call with the original attention in all layers: a number, or as a float a share, rounded up."""
     dense_last: _Steps = 0
-    """Last denoising steps in which they do, as ``dense_first``."""
+    """Last steps, likewise."""
     dense_every: Count = 0
-    """Every so many denoising steps after the first ones they do so again; 0 for never."""
+    """After the first ones, one dense step every this many; 0 for never."""
 
     def __post_init__(self) -> None:
         shares = sum(steps for steps in (self.dense_first, self.dense_last) if isinstance(steps, float))
@@ -404,9 +403,8 @@ class Patch(Settings):
 
 def patch_folder() -> Path:
     """Return the folder of the presets, in an installed package or at the root of a checkout."""
-    package = Path(__file__).parent
-    installed = package / "patches"
-    return installed if installed.is_dir() else package.parent / "patches"
+    installed = Path(__file__).with_name("patches")
+    return installed if installed.is_dir() else installed.parents[1] / "patches"
 
 
 def patch_names() -> list[str]:
@@ -414,14 +412,9 @@ def patch_names() -> list[str]:
     return sorted(path.stem for path in patch_folder().glob("*.yaml"))
 
 
-def adapted_patch_folder(name: str) -> Path | None:
-    """Return the folder of an adapted patch that ships; None for any other name."""
-    return patch_folder() / name if name in adapted_patch_names() else None
-
-
-def adapted_patch_names() -> list[str]:
-    """List the names of the adapted patches that ship, saved by ``save_mhla``."""
-    return sorted(path.parent.name for path in patch_folder().glob("*/mhla.safetensors"))
+def adapted_patches() -> dict[str, Path]:
+    """Return name → folder of the adapted patches that ship, saved by ``save_mhla``."""
+    return {path.parent.name: path.parent for path in sorted(patch_folder().glob("*/mhla.safetensors"))}
 
 
 def load_patch(name_or_path: str | Path) -> Patch:
@@ -435,12 +428,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
         return read_yaml(Patch, read_text(path), path)
     if gone := where_it_went(name):
         raise ValueError(f"Patch {name!r} was removed.{gone}")
-    if adapted_patch_folder(name) is not None or (name and path.is_dir()):
+    if name in adapted_patches() or (name and path.is_dir()):
         raise ValueError(f"Patch {name!r} is a folder; open a saved patch with load_mhla(model, {name!r}).")
-    known = [*PROFILES, *patch_names(), *adapted_patch_names()]
-    near = nearest(name, known, count=3, cutoff=0.4)
-    hint = ", and no such folder." if path.parts[1:] else f"; {near}" if near else "."
-    raise ValueError(
-        f"Unknown patch {name!r}{hint} Give a name from `mhla info` or the path of a .yaml file; load_mhla() and "
-        "--patch also take the folder of a saved patch."
-    )
+    known = [*PROFILES, *patch_names(), *adapted_patches()]
+    raise ValueError(f"Unknown patch {name!r}; {said_allowed(name, known, 'mhla info')}")

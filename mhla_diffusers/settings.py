@@ -142,14 +142,20 @@ def _path_in(content: Any, location: _Path, kind: str) -> _Path:
 
 def _set(content: Any, override: str) -> _Path:
     """Set a value from the command line; return its path."""
-    key, separator, text = override.partition("=")
-    check(bool(key and separator), f"Override {override!r} must look like key=value, such as validation.every=100.")
+    key, value = parse_assignment(override)
     *outer, last = path = tuple(key.split("."))
     for name in outer:
         content = content.setdefault(name, {}) if isinstance(content, dict) else None
-    check(isinstance(content, dict), f"Override {override!r}: {'.'.join(outer)} holds no settings; replace it whole.")
-    content[last] = parse_yaml(text, f"Override {override!r}")
+    check(isinstance(content, dict), f"{override!r}: {'.'.join(outer)} holds no settings; replace it whole.")
+    content[last] = value
     return path
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """Split ``key=value``, whose value is YAML; ValueError for another form."""
+    key, separator, value = text.partition("=")
+    check(bool(key and separator), f"{text!r} must look like key=value, such as num_frames=81.")
+    return key, parse_yaml(value, repr(text))
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -180,15 +186,13 @@ def _line_of(text: str, path: Sequence[str | int]) -> int:
 
     node, line = yaml.compose(text, yaml.SafeLoader), 1
     for name in path:
-        children: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
-        if isinstance(node, yaml.MappingNode):
-            children = {key.value: (key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)}
-        elif isinstance(node, yaml.SequenceNode):
-            children = {index: (value, value) for index, value in enumerate(node.value)}
-        if name not in children:
+        pairs: Any = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.SequenceNode):
+            pairs = [(yaml.ScalarNode("", index, one.start_mark), one) for index, one in enumerate(node.value)]
+        found = next(((key, value) for key, value in pairs if key.value == name), None)
+        if found is None:
             break
-        key, node = children[name]
-        line = key.start_mark.line + 1
+        line, node = found[0].start_mark.line + 1, found[1]
     return line
 
 

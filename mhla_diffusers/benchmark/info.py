@@ -13,10 +13,8 @@ from ..config import (
     LinearConfig,
     PatchConfig,
     SparseConfig,
-    adapted_patch_folder,
-    adapted_patch_names,
+    adapted_patches,
     load_patch,
-    patch_folder,
     patch_names,
 )
 from ..families import families
@@ -50,8 +48,8 @@ def print_info() -> None:
     rows = [row for of_model in presets.values() for row in of_model]
     _print_table(title, ["base model, presets for --patch", "attention", "layers"], rows)
     adapted = []
-    for name in adapted_patch_names():
-        record = read_record(patch_folder() / name)
+    for name, folder in adapted_patches().items():
+        record = read_record(folder)
         adapted.append((name, record.base_model, next(iter(record.transformers.values())).family))
     _print_table("\nAdapted patches, for load_mhla", ["name", "for", "family"], adapted)
 
@@ -142,7 +140,7 @@ def print_any_patch(patch: str) -> None:
 def _saved_folder(patch: str) -> Path | None:
     if patch in patch_names():
         return None
-    return adapted_patch_folder(patch) or (Path(patch) if Path(patch).is_dir() else None)
+    return adapted_patches().get(patch) or (Path(patch) if Path(patch).is_dir() else None)
 
 
 def _rows(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

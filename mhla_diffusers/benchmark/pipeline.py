@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from ..config import PROFILES, adapted_patch_folder
+from ..config import PROFILES, adapted_patches
 from ..generation.noise import generator_for
 from ..generation.pipelines import PipelineChoice, family_of, has_weights, put_on
 from ..generation.similarity import psnr, ssim
@@ -58,7 +58,7 @@ def benchmark_pipeline(
     """
     for name in patches:
         replace(choice, patch=name, patch_settings=dict(changes)).check()
-        folder = adapted_patch_folder(name) or Path(name)
+        folder = adapted_patches().get(name, Path(name))
         if has_weights(name) and folder.is_dir() and not (folder / PATCH_FILE).is_file():  # it would stay in the pipe
             raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
     texts = prompts or (("3",) if choice.of_family.calling.prompts_are_classes else ("a seven",))

@@ -10,7 +10,7 @@ import typer
 
 from ..files import check_unique, read_csv, read_json_lines, read_lines
 from ..reporting import parse_size
-from ..settings import parse_yaml
+from ..settings import parse_assignment
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -44,12 +44,7 @@ def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     """Parse ``key=value`` arguments of the pipeline's call, each given once; values are YAML."""
-    settings = {}
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise ValueError(f"Setting {text!r} must look like key=value, for example num_frames=81.")
-        settings[name] = parse_yaml(value, f"Setting {text!r}")
+    settings = dict(map(parse_assignment, texts))
     check_unique([text.partition("=")[0] for text in texts], "The setting")
     return settings
 

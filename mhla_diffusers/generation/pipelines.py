@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from ..config import PatchConfig, SparseConfig, adapted_patch_folder, load_patch
+from ..config import PatchConfig, SparseConfig, adapted_patches, load_patch
 from ..devices import FLOAT_TYPES, choose_device
 from ..errors import check_choice, check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
@@ -82,7 +82,7 @@ class PipelineChoice:
         """Everything but prompt and seed that determines a result, with the content of model, patch and weights."""
         content: Any = None
         if self.patch is not None and has_weights(self.patch):
-            content = fingerprint(adapted_patch_folder(self.patch) or Path(self.patch))
+            content = fingerprint(adapted_patches().get(self.patch, Path(self.patch)))
         elif self.patch is not None:
             content = load_patch(self.patch).patch.to_dict()
         names = ("family", "model", "patch", "patch_settings", "dtype", "settings")
@@ -211,7 +211,7 @@ def transformer_without_weights(model: str, family: str, component: str = "trans
 def has_weights(patch: str) -> bool:
     """Whether a patch, as a user gives it, is the name of an adapted one, a folder, or a Hub id."""
     is_file = Path(patch).suffix in (".yaml", ".yml")
-    return adapted_patch_folder(patch) is not None or Path(patch).is_dir() or ("/" in patch and not is_file)
+    return patch in adapted_patches() or Path(patch).is_dir() or ("/" in patch and not is_file)
 
 
 def put_on(pipe: Any, patch: str | None, settings: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..config import LinearConfig, PatchConfig, adapted_patch_folder, adapted_patch_names, patch_names
+from ..config import LinearConfig, PatchConfig, adapted_patches, patch_names
 from ..errors import check, check_choice, said_allowed
 from ..families import get_family
 from ..files import write_tensors
@@ -327,7 +327,7 @@ def _find_folder(patch: str | Path, revision: str | None) -> Path:
     path = Path(patch)
     if path.is_dir():
         return path
-    if (shipped := adapted_patch_folder(str(patch))) is not None:
+    if (shipped := adapted_patches().get(str(patch))) is not None:
         return shipped
     if str(patch) in patch_names():
         raise ValueError(
@@ -336,7 +336,7 @@ def _find_folder(patch: str | Path, revision: str | None) -> Path:
     if len(path.parts) == 1 or path.exists():
         raise FileNotFoundError(
             f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch; "
-            f"{said_allowed(path.name, adapted_patch_names(), 'mhla info')}"
+            f"{said_allowed(path.name, list(adapted_patches()), 'mhla info')}"
         )
     if path.parent.is_dir() and revision is None:
         from_hub = "" if path.is_absolute() else f" To load {patch} from the Hub, pass revision='main'."

@@ -145,7 +145,7 @@ def test_a_patch_is_adapted_recorded_kept_and_installed(tmp_path, monkeypatch, a
     # what is finished is taken from the folder
     monkeypatch.setattr(script.Adaptation, "adapt", None)
     run_script(script, monkeypatch, *asked, "--install")
-    assert config.adapted_patch_names() == ["tiny-dit-sparse"]
+    assert list(config.adapted_patches()) == ["tiny-dit-sparse"]
     (patched,) = find_patched(load_mhla(load_tiny("dit"), "tiny-dit-sparse")).values()
     assert len(patched.chosen) == 4
     before = load_tiny("dit").transformer.state_dict()
