@@ -32,7 +32,7 @@ FEW_STEPS = 10
 
 
 def _layers(choice: Any) -> LayerChoice:
-    if isinstance(choice, list | tuple) and all(type(index) is int for index in choice):
+    if isinstance(choice, list | tuple | range) and all(type(index) is int for index in choice):
         return tuple(choice)
     try:
         is_share = isinstance(choice, str | float) and 0 < Fraction(choice) <= 1  # 1 might be meant for one layer
@@ -368,7 +368,7 @@ def kind_of(settings: Collection[str], usual: type[PatchConfig] = SparseConfig) 
     check_names(settings, list(dict.fromkeys(chain(*known.values()))), "setting of a patch")
     kind = max(known, key=lambda kind: sum(name in known[kind] for name in settings))
     other = [name for name in settings if name not in known[kind]]
-    check(not other, f"{', '.join(other)} cannot be set with {kind.attention}; a patch runs one attention.")
+    check(not other, f"{', '.join(settings)} cannot be set together: {kind.attention} has no {', '.join(other)}.")
     return kind
 
 

@@ -50,7 +50,10 @@ REFUSED = {
     "no blocks": (f"{HEAD}patch: {{eps: 1.0}}\n", "needs blocks"),
     "number": (f"{HEAD}patch: 3\n", "line 4: patch=3"),
     "text for a number": (f"{HEAD}patch: {{blocks: [1], eps: small}}\n", "eps='small'"),
-    "two attentions": (f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n", "blocks .* sparse attention"),
+    "two attentions": (
+        f"{HEAD}patch: {{blocks: [1], density: 0.1}}\n",
+        "blocks, density .* sparse attention has no blocks",
+    ),
     "settings of a list": (f"{HEAD}patch: [2, 2]\n", r"\[2, 2\]"),
     "list": ("- 1\n", "must be a dictionary"),
     "empty": ("", "must be a dictionary"),
