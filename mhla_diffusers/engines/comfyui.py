@@ -32,7 +32,6 @@ _TEXT_INPUTS: dict[str, tuple[str, ...]] = {
 }
 """Models whose token grid is known, in raster order, and their inputs that share the sequence with it."""
 _REFERENCE_INPUTS = ("ref_latents", "ref_latent", "reference_latent", "reference_motion", "context_latents")
-_WRAPPER_KEY = "mhla"
 _OVERRIDE = "optimized_attention_override"
 """Key of a function that ComfyUI calls with its own attention, query, key, value, number of heads and options."""
 _PREVIOUS = "mhla_previous"
@@ -64,11 +63,10 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
     previous = options.get(_OVERRIDE)
     patch = _Patch(Engine(settings, logging.getLogger(__name__)))
     wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
-    for kind, wrapper in (  # kinds of ComfyUI's WrappersMP
-        ("diffusion_model", _wrap_diffusion_model(patch)),
-        ("outer_sample", _wrap_sampling(patch)),
-    ):
-        wrappers.setdefault(kind, {})[_WRAPPER_KEY] = [wrapper]
+    wrappers.setdefault("diffusion_model", {})["mhla"] = [
+        _wrap_diffusion_model(patch)
+    ]  # a kind of ComfyUI's WrappersMP
+    wrappers.setdefault("outer_sample", {})["mhla"] = [_wrap_sampling(patch)]
     options["wrappers"] = wrappers
     options[_OVERRIDE] = _make_override(patch, getattr(previous, _PREVIOUS, previous))
     clone.model_options = {**clone.model_options, "transformer_options": options}
@@ -214,23 +212,20 @@ def make_node() -> Any:
     """Return the node's class, which needs ComfyUI."""
     from comfy_api.latest import io
 
-    def share(name: str, step: float, tooltip: str) -> Any:
-        return io.Float.Input(name, default=-1.0, min=-1.0, max=1.0, step=step, tooltip=tooltip)
-
-    def count(name: str, tooltip: str) -> Any:
-        return io.Int.Input(name, default=-1, min=-1, max=1000, tooltip=tooltip)
-
+    share = {"default": -1.0, "min": -1.0, "max": 1.0, "step": 0.005}
+    count = {"default": -1, "min": -1, "max": 1000}
     inputs = [
         io.Model.Input("model"),
         io.Combo.Input("profile", options=list(PROFILES), default="faithful", tooltip="faithful keeps the first fifth "
                        "of the steps dense, balanced a tenth, fast one step. -1 below takes the profile's value."),
-        share("density", 0.005, "Share of all pairs of token blocks that attend exactly; the others take "
-              "part through their means and states. Less is faster, more is closer, 1 is dense."),
-        share("dense_first", 0.01, "Share of the first steps with dense attention: there the layout of the "
-              "picture forms."),
-        count("dense_every", "One dense step every this many steps; it corrects those that follow. 0 for "
-              "never."),
-        count("dense_layers", "First layers with dense attention; single blocks count on from the double ones."),
+        io.Float.Input("density", **share, tooltip="Share of all pairs of token blocks that attend exactly; the others "
+                       "take part through their means and states. Less is faster, more is closer, 1 is dense."),
+        io.Float.Input("dense_first", **share, tooltip="Share of the first steps with dense attention: there the "
+                       "layout of the picture forms."),
+        io.Int.Input("dense_every", **count, tooltip="One dense step every this many steps; it corrects those that "
+                     "follow. 0 for never."),
+        io.Int.Input("dense_layers", **count, tooltip="First layers with dense attention; single blocks count on from "
+                     "the double ones."),
         io.Int.Input("min_tokens", default=EngineSettings.min_tokens, min=0, max=1_000_000,
                      tooltip="Shorter sequences keep dense attention, which is as fast there."),
     ]  # fmt: skip
