@@ -308,17 +308,16 @@ class CausalConfig(LinearConfig):
     def grid_from(self, grid: Sequence[int]) -> Shape:
         """Return the grid of the longest sequence; ValueError for a call that is longer or ends within a block."""
         length, trained, needed = self.block_length, self.blocks[0], -(-grid[0] // self.block_length)
-        if self.causal == "block" and grid[0] % length:
-            unit = "latent frames" if len(grid) == 3 else f"tokens along the first of {len(grid)} axes"
-            raise ValueError(
-                f"The patch takes whole frame blocks of {length} {unit}, but this call has {grid[0]}; allowed are "
-                f"{length}, {2 * length}, {3 * length} and so on."
-            )
-        if needed > trained and self.beyond == "error":
-            raise ValueError(
-                f"The first axis has {grid[0]} tokens, more than the patch's {trained} blocks of {length}. Give a "
-                "shorter sequence, or use beyond='relative', which lets later blocks attend like the last one."
-            )
+        check(
+            self.causal == "token" or grid[0] % length == 0,
+            f"The patch takes whole blocks of {length} along the first axis, such as latent frames, but this call has "
+            f"{grid[0]}; allowed are {length}, {2 * length}, {3 * length} and so on.",
+        )
+        check(
+            needed <= trained or self.beyond != "error",
+            f"The first axis has {grid[0]} tokens, more than the patch's {trained} blocks of {length}. Give a shorter "
+            "sequence, or use beyond='relative', which lets later blocks attend like the last one.",
+        )
         return max(trained, needed) * length, *grid[1:]
 
     def blocks_on(self, grid: Sequence[int]) -> Shape:

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, mo
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError, to_jsonable_python
 
-from .errors import check, nearest, said_allowed
+from .errors import check, said_allowed
 
 Integer = Annotated[int, Strict()]
 """No float, text or bool."""
@@ -122,10 +122,8 @@ def _explain(error: ValidationError, content: Any, begin: _Path = ()) -> tuple[_
         said = str(worst["ctx"]["error"])
         return path, said if not path or said.startswith(f"{name}=") else f"{name}: {said}"
     words = dict.fromkeys(re.sub(r"^\w+ should ", "", one["msg"]) for where, one in errors if where == path)
-    choices = re.findall(r"'([^']*)'", str(worst.get("ctx", {}).get("expected", "")))
-    near = nearest(given, choices) if isinstance(given, str) else ""
     value = f"{name}={given!r}" if name else f"The configuration, {given!r},"
-    return path, f"{value} must {' or '.join(words)}{f'; {near}' if near else '.'}"
+    return path, f"{value} must {' or '.join(words)}."
 
 
 def _path_in(content: Any, location: _Path, kind: str) -> _Path:

@@ -79,7 +79,7 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
         (TEXT, ["code=b"], "a.yaml with code=b: code='b' must match pattern '^a+$'."),
         (TEXT.replace("rate: 2", "rate: 0"), [], "a.yaml, line 3: parts.1.rate=0 must be greater than 0."),
         (TEXT.replace("rate: 1e-4", "{}"), [], "a.yaml, line 2: parts.0 lacks rate."),
-        (TEXT.replace("slow", "slwo"), [], "parts.1.kind='slwo' must be 'fast' or 'slow'; did you mean 'slow'?"),
+        (TEXT.replace("slow", "slwo"), [], "parts.1.kind='slwo' must be 'fast' or 'slow'."),
         (
             TEXT.replace("rate: 2", "rat: 2"),
             [],
