@@ -287,12 +287,15 @@ class Recipe:
             if self.step == 0:
                 self.validate()
             batches = self.batches.from_step(self.step)
-            began, times = self.step, [time.monotonic()]
+            times = [time.monotonic()]
             while self.step < config.steps:
                 self.update(batches, bar)
                 times.append(time.monotonic())
-                if self.step - began == _MEASURED:
-                    self._log_speed((times[-1] - times[2]) / (_MEASURED - 2))
+                if len(times) == _MEASURED + 1:
+                    seconds = (times[-1] - times[2]) / (_MEASURED - 2)
+                    left = (config.steps - self.step) * seconds / 3600
+                    peak = ", ".join(f"{name} {scaled(x, 1024, 'B')}" for name, x in peak_memory(self.device).items())
+                    logger.info("Step %d: %.3g s per update, %.2g h to go; peak %s.", self.step, seconds, left, peak)
                 if signals:
                     self.accelerator.set_trigger()
                 must_stop, is_last = self.accelerator.check_trigger(), self.step == config.steps
@@ -377,11 +380,6 @@ class Recipe:
             accelerator.log(values, step=self.step)
             bar.set_postfix({"loss": f"{values['loss']:.4g}", "lr": f"{rate:.3g}"}, refresh=False)
             bar.update(self.step - bar.n)
-
-    def _log_speed(self, seconds: float) -> None:
-        left = (self.config.steps - self.step) * seconds / 3600
-        memory = ", ".join(f"{name} {scaled(size, 1024, 'B')}" for name, size in peak_memory(self.device).items())
-        logger.info("Step %d: %.3g s per update, %.2g h to go; peak %s.", self.step, seconds, left, memory)
 
     def _losses(self, batch: NoisedBatch) -> Losses:
         """Yield the losses of a batch, one graph at a time."""

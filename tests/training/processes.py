@@ -5,23 +5,12 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import TrainingConfig, train
 
 from ..forking import CONTEXT
 from .models import tiny_wan, wan_data
-
-
-def start_training(
-    config: TrainingConfig, resume: str | None = None, environment: dict[str, str] | None = None
-) -> BaseProcess:
-    """Begin to train a tiny patched Wan; the process exits as the command does."""
-    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    process = CONTEXT.Process(target=train_as_launched, args=(config.to_dict(), resume, environment or {}))
-    process.start()
-    return process
 
 
 def start_process(function: Callable[..., object], *arguments: object) -> BaseProcess:
@@ -31,28 +20,22 @@ def start_process(function: Callable[..., object], *arguments: object) -> BasePr
     return process
 
 
+def start_training(config: TrainingConfig, resume: str | None = None, **environment: str) -> BaseProcess:
+    """Begin to train a tiny patched Wan; the process exits as the command does."""
+    return start_process(train_as_launched, config.to_dict(), resume, environment)
+
+
 def start_distributed_training(
     config: TrainingConfig, processes: int, resume: str | None = None, **environment: str
 ) -> list[BaseProcess]:
-    """The same in several processes that talk through gloo."""
-    return [start_training(config, resume, {**place, **environment}) for place in launch_environments(processes)]
-
-
-def launch_environments(processes: int) -> list[dict[str, str]]:
-    """What a launcher tells each of several processes on a CPU."""
+    """The same in several processes that talk through gloo, with what a launcher tells each of them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = str(probe.getsockname()[1])
+    count = str(processes)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return [
-        {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "ACCELERATE_USE_CPU": "true",
-        }
+        start_training(config, resume, **told, RANK=str(rank), LOCAL_RANK=str(rank), **environment)
         for rank in range(processes)
     ]
 

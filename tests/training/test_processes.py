@@ -1,6 +1,5 @@
 """Several processes train as one does, and launchers that shard weights are refused."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +74,3 @@ def test_unsupported_processes_are_refused_before_training(
     with pytest.raises(ValueError, match=message):
         train(tiny_wan(), wan_data(), settings(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
-
-
-def test_shipped_accelerate_configuration_starts_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    monkeypatch.chdir(Path(__file__).parents[2])
-    path = Path("finetune", "accelerate", "ddp.yaml")
-    assert load_config_from_file(str(path)).distributed_type == "MULTI_GPU"
-    (command,) = re.findall(r"^# +accelerate launch (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    arguments = launch_command_parser().parse_args(command.split())
-    assert Path(arguments.training_script).is_file()
-    _validate_launch_command(arguments)

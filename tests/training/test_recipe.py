@@ -134,11 +134,6 @@ def test_tensorboard_and_metrics_show_the_same_beside_the_unpatched_loss(
         shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
 
 
-def test_progress_without_a_terminal_is_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tiny_wan(), wan_data(), settings(tmp_path, steps=2))
-    assert capsys.readouterr().err == "", "of what takes no half minute"
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run of two updates with a checkpoint after each."""

@@ -171,15 +171,12 @@ def test_a_run_begins_with_a_result_and_its_teacher_is_the_original_model(
         assert all(torch.equal(found[name], parameter) for name, parameter in original.named_parameters())
     assert torch.equal(_output(transformer), began)
 
-
-def test_a_result_stays_in_float32_where_the_model_is_in_bfloat16(
-    result: Path, changes: dict[str, Any], tmp_path: Path
-) -> None:
+    # what was trained stays in float32 in a model in bfloat16
     _, transformer = _begin(result, tmp_path / "run", precision="bf16", **changes)
-    parameters = {plain_name(name): p for name, p in transformer.named_parameters()}
-    saved = load_file(result / PATCH_FILE)
-    assert all(torch.equal(parameters[name.removeprefix("transformer.")], x) for name, x in saved.items())
-    assert parameters["proj_out.weight"].dtype == torch.bfloat16
+    parameters, saved = dict(transformer.named_parameters()), load_file(result / PATCH_FILE)
+    found = {f"transformer.{plain_name(name)}": parameter for name, parameter in parameters.items()}
+    assert all(torch.equal(found[name], x) for name, x in saved.items())
+    assert transformer.proj_out.weight.dtype == torch.bfloat16
 
 
 def test_a_lora_to_begin_with_and_the_run_must_fit(result: Path, changes: dict[str, Any], tmp_path: Path) -> None:

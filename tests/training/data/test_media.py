@@ -174,7 +174,6 @@ def test_hidden_files_are_passed_over_and_what_is_left_out_is_told(
         ("csv", b"file_name,text,text\na.png,a,b\n", "metadata.csv.*'text'"),
         ("csv", b"file_name,text\na.png,a\nb/../a.png,b\n", "Row 2 of .* a.png"),
         ("jsonl", b"\xff", "metadata.jsonl .*UTF-8"),
-        ("csv", b"file_name,text\na.png,a\na.png,b\n", "Row 2 of .* a.png"),
         ("jsonl", b'{"file_name": "a.png", "text": ["x", []]}\n', r"Row 1 of .*text=\['x', \[\]\]"),
         ("jsonl", b'{"file_name": "a.png", "text": NaN}\n', "Row 1 of .*text=nan"),
         # quotation marks that nothing closes, and a field that the reader does not take
