@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 
 from .attention import SparseCall
@@ -21,14 +22,10 @@ from .patching.finding import require_patched
 from .patching.patched import Patched
 from .reporting import require_matplotlib, text_table
 
-Item = TypeVar("Item")
-
 _CALLS = 4
 """Most calls that are repeated with one layer patched at a time."""
 _QUERIES = 512
 """Queries per head whose N softmax weights each are computed."""
-_MOST_ROWS = 12
-"""Maximum rows of the table of steps; more steps share rows."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class LayerAudit:
     name: str
     """Its name in the transformer; the component's before it if a pipeline has two transformers."""
     errors: torch.Tensor
-    """Squared error of every head's input to the output projection, float64 (S, H); 0 where the patch is disabled."""
+    """Squared error of every head's input to the output projection, float64 (S, H); 0 in dense steps."""
     squares: torch.Tensor
     """Squared norm of the same without the patch, float64 (S, H)."""
     moves: float
@@ -70,8 +67,6 @@ class Audit:
 
     layers: tuple[LayerAudit, ...]
     """Patched self-attentions of all transformers."""
-    disabled: tuple[bool, ...]
-    """Whether the patch was disabled, for every step."""
     knows_steps: bool
     """Whether the steps of the pipeline are known; otherwise every forward counts as one."""
     moves: float
@@ -88,24 +83,14 @@ class Audit:
             if not math.isnan(layer.error):
                 row[1:] = f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"
             rows.append([*row, *(kept if has_lists else ()), f"{math.sqrt(layer.moves):.1%}"])
-
-        errors, squares = (
-            torch.stack([values.sum(dim=1) for values in parts]).sum(dim=0)
-            for parts in ([layer.errors for layer in self.layers], [layer.squares for layer in self.layers])
-        )
-        width = math.ceil(len(errors) / _MOST_ROWS)
-        steps = []
-        for start in range(0, len(errors), width):
-            here = slice(start, min(start + width, len(errors)))
-            name = str(here.stop) if here.stop - start == 1 else f"{start + 1} to {here.stop}"
-            error = f"{(errors[here].sum() / squares[here].sum()).sqrt():.1%}"
-            steps.append((name, "dense" if all(self.disabled[here]) else error))
-
-        never = " where enabled, but it is disabled in every step" if all(self.disabled) else ""
+        errors = torch.stack([layer.errors.sum(dim=1) for layer in self.layers]).sum(dim=0)
+        squares = torch.stack([layer.squares.sum(dim=1) for layer in self.layers]).sum(dim=0)
+        relative = enumerate((errors / squares).sqrt().tolist(), 1)
+        steps = [(str(step), f"{error:.1%}" if error > 0 else "dense") for step, error in relative]
         parts = [
             text_table(header, rows, right=True),
             text_table(("step" if self.knows_steps else "forward", "error"), steps),
-            f"together the patch moves the output by {math.sqrt(self.moves):.1%}{never}",
+            f"together the patch moves the output by {math.sqrt(self.moves):.1%}",
         ]
         return "\n\n".join(parts)
 
@@ -127,8 +112,18 @@ class Audit:
             }
             for layer in self.layers
         ]
-        steps = {"knows_steps": self.knows_steps, "disabled": list(self.disabled)}
-        return {"layers": layers, **steps, "moves": math.sqrt(self.moves)}
+        return {"layers": layers, "knows_steps": self.knows_steps, "moves": math.sqrt(self.moves)}
+
+
+class _Compared(NamedTuple):
+    """One call of a patched attention beside the model's own."""
+
+    call: Call | None
+    """The forward that it is part of."""
+    errors: torch.Tensor
+    squares: torch.Tensor
+    density: float | None
+    mass: float | None
 
 
 @torch.no_grad()
@@ -144,83 +139,58 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     if not running:
         raise ValueError("The patch of this model is switched off; leave mhla_disabled() first.")
     transformers = {name: patched.transformer for name, patched in running.items()}
-    forwards: list[Call] = []
-    always_dense: dict[str, bool] = {}
-    watches = {(component, name): _Watch() for component, patched in running.items() for name in patched.chosen}
+    found: dict[tuple[str, str], list[_Compared]] = {
+        (component, layer): [] for component, patched in running.items() for layer in patched.chosen
+    }
 
-    def look(component: str, patched: Patched) -> Callable[[Seen], torch.Tensor]:
-        def compare(seen: Seen) -> torch.Tensor:
-            if not forwards or forwards[-1] is not held().call:
-                forwards.append(held().call or Call())
-            watches[component, seen.layer].compare(seen, len(forwards) - 1, patched)
-            return seen.output
-
-        return compare
+    def look(component: str, patched: Patched, seen: Seen) -> torch.Tensor:
+        calls = found[component, seen.layer]
+        calls.append(_compare(seen, patched, seed=len(calls)))
+        return seen.output
 
     with ExitStack() as stack:
         for component, patched in running.items():
-            stack.enter_context(patched.watched(look(component, patched)))
-
-            def begin(*_: object, component: str = component) -> None:
-                forwards.append(held().call or Call())
-                always_dense[component] = always_dense.get(component, True) and forwards[-1].is_dense
-
-            handle = patched.transformer.register_forward_pre_hook(begin)
-            stack.callback(handle.remove)
+            stack.enter_context(patched.watched(partial(look, component, patched)))
         recorded = record_calls(transformers, run)
-    names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in watches}
-    sparse = [key for key in watches if not always_dense.get(key[0])]  # a transformer of early steps may never be
-    _check_reached([names[key] for key in sparse], [names[key] for key in sparse if watches[key].forwards])
+    names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in found}
+    # a transformer of early steps may never be sparse
+    sparse = [key for key in found if not all(one.call and one.call.is_dense for one in recorded[key[0]])]
+    _check_reached([names[key] for key in sparse], [names[key] for key in sparse if found[key]])
 
-    knows_steps = all(call.step is not None for call in forwards)
-    steps = [call.step.index if knows_steps and call.step else place for place, call in enumerate(forwards)]
-    count = max(1 + max(steps), *(call.step.count for call in forwards if knows_steps and call.step), 0)
-    measured = {name: _measure_moves(patched, _spread(recorded[name])) for name, patched in running.items()}
+    forwards = [(place, one.call) for calls in recorded.values() for place, one in enumerate(calls)]
+    knows_steps = all(call is not None and call.step is not None for _, call in forwards)
+    steps = {id(call): call.step.index if knows_steps and call and call.step else place for place, call in forwards}
+    count = max(1 + max(steps.values()), *(call.step.count for _, call in forwards if call and call.step), 0)
+    moves = {name: _measure_moves(patched, recorded[name]) for name, patched in running.items()}
     layers = []
-    for (component, name), watch in watches.items():
-        heads = watch.errors[0].shape[0] if watch.errors else 1
-        errors, squares = torch.zeros(2, count, heads, dtype=torch.float64)
-        if watch.errors:
-            where = torch.tensor([steps[forward] for forward in watch.forwards])
-            errors.index_add_(0, where, torch.stack(watch.errors))
-            squares.index_add_(0, where, torch.stack(watch.squares))
-        density, mass = (sum(x) / len(x) if x else None for x in (watch.densities, watch.masses))
-        layers.append(LayerAudit(names[component, name], errors, squares, measured[component][0][name], density, mass))
-    disabled = {step for step, call in zip(steps, forwards, strict=True) if call.is_dense}
-    flags = tuple(step in disabled for step in range(count))
-    changes = [change for _, change in measured.values()]
-    return Audit(tuple(layers), flags, knows_steps, sum(changes) / len(changes))
+    for (component, layer), calls in found.items():
+        errors, squares = torch.zeros(2, count, len(calls[0].errors) if calls else 1, dtype=torch.float64)
+        for one in calls:
+            errors[steps[id(one.call)]] += one.errors
+            squares[steps[id(one.call)]] += one.squares
+        masses = [one.mass for one in calls if one.mass is not None]
+        kept = (calls[0].density, sum(masses) / len(masses)) if masses else (None, None)
+        layers.append(LayerAudit(names[component, layer], errors, squares, moves[component][0][layer], *kept))
+    changes = [change for _, change in moves.values()]
+    return Audit(tuple(layers), knows_steps, sum(changes) / len(changes))
 
 
-class _Watch:
-    """Compares one patched self-attention with the model's own, forward by forward."""
-
-    def __init__(self) -> None:
-        self.forwards: list[int] = []
-        """Index of the transformer's forward."""
-        self.errors: list[torch.Tensor] = []
-        self.squares: list[torch.Tensor] = []
-        self.densities: list[float] = []
-        self.masses: list[float] = []
-
-    def compare(self, seen: Seen, forward: int, patched: Patched) -> None:
-        """Look at the tokens of the grid in one call of attention."""
-        here = slice(seen.extra[0], seen.extra[0] + math.prod(seen.grid))
-        found, exact = (x[:, here].float() for x in (seen.output, seen.exact()))
-        self.forwards.append(forward)
-        self.errors.append((found - exact).square().sum(dim=(0, 1, 3)).double().cpu())
-        self.squares.append(exact.square().sum(dim=(0, 1, 3)).double().cpu())
-        if not bool((self.errors[-1] + self.squares[-1]).isfinite().all()):
-            raise ValueError(_not_finite(seen.layer))
-        if isinstance(patched.config, SparseConfig):
-            rule = patched.config.rule_on(seen.grid)
-            given: dict[str, Any] = {"query": seen.query, "key": seen.key, "value": seen.value, "grid": seen.grid}
-            call = SparseCall(**given, sparse=rule, key_mask=seen.key_mask, extra=seen.extra)
-            self.densities.append(rule.listed_on(seen.grid))
-            self.masses.append(float(weight_held(call, _QUERIES, len(self.masses))))
-
-
-# Calls of a transformer, recorded and run again
+def _compare(seen: Seen, patched: Patched, seed: int) -> _Compared:
+    """Compare one call of attention over the tokens of the grid."""
+    here = slice(seen.extra[0], seen.extra[0] + math.prod(seen.grid))
+    found, exact = (x[:, here].float() for x in (seen.output, seen.exact()))
+    errors, squares = (x.square().sum(dim=(0, 1, 3)).double().cpu() for x in (found - exact, exact))
+    if not bool((errors + squares).isfinite().all()):
+        raise ValueError(
+            f"{seen.layer} gets or returns NaN or infinity in this run, so nothing can be compared there. Run typical "
+            "inputs in a precision that the model can take, such as bfloat16 in place of float16."
+        )
+    if not isinstance(patched.config, SparseConfig):
+        return _Compared(held().call, errors, squares, None, None)
+    rule = patched.config.rule_on(seen.grid)
+    given: dict[str, Any] = {"query": seen.query, "key": seen.key, "value": seen.value, "grid": seen.grid}
+    call = SparseCall(**given, sparse=rule, key_mask=seen.key_mask, extra=seen.extra)
+    return _Compared(held().call, errors, squares, rule.listed_on(seen.grid), float(weight_held(call, _QUERIES, seed)))
 
 
 @dataclass(frozen=True)
@@ -229,6 +199,8 @@ class TransformerCall:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    call: Call | None = None
+    """What the patch knows of it; None if unpatched."""
 
     def grid(self, transformer: nn.Module) -> tuple[int, ...]:
         """Return the token grid that the transformer makes of it."""
@@ -244,11 +216,6 @@ class TransformerCall:
 
 def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
     """Run something and keep the inputs of every forward of the transformers; ValueError if it does not reach one."""
-    if not callable(run):
-        raise ValueError(
-            f"run={run!r} must be a function without arguments that runs the model on typical inputs, such as "
-            'lambda: pipe("a cat", num_inference_steps=4) for a pipeline.'
-        )
     for transformer in transformers.values():
         if getattr(transformer, "is_cache_enabled", False) or getattr(transformer, "_is_cached", False):
             raise ValueError(
@@ -257,14 +224,9 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
             )
     calls: dict[str, list[TransformerCall]] = {name: [] for name in transformers}
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, list):
-            return [copied(one) for one in value]
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
     def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = {key: copied(value) for key, value in kwargs.items()}
-        calls[name].append(TransformerCall(tuple(map(copied, args)), named))
+        args, kwargs = recursively_apply(lambda x: x.detach().clone(), (args, kwargs))
+        calls[name].append(TransformerCall(args, kwargs, held().call))
 
     with ExitStack() as hooks, torch.no_grad():
         for name, transformer in transformers.items():
@@ -272,11 +234,6 @@ def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object
         run()
     _check_reached(transformers, [name for name in transformers if calls[name]])
     return calls
-
-
-def _spread(calls: list[Item]) -> list[Item]:
-    count = min(len(calls), _CALLS)
-    return [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
 
 
 def _check_reached(parts: Collection[str], reached: Collection[str]) -> None:
@@ -288,13 +245,6 @@ def _check_reached(parts: Collection[str], reached: Collection[str]) -> None:
         )
 
 
-def _not_finite(layer: str) -> str:
-    return (
-        f"{layer} gets or returns NaN or infinity in this run, so nothing can be compared there. Run typical inputs in "
-        "a precision that the model can take, such as bfloat16 in place of float16."
-    )
-
-
 def _measure_moves(patched: Patched, calls: Sequence[TransformerCall]) -> tuple[dict[str, float], float]:
     """Return ‖patched − unpatched‖² / ‖unpatched‖² of the output, averaged over calls, per layer and for all."""
 
@@ -304,6 +254,8 @@ def _measure_moves(patched: Patched, calls: Sequence[TransformerCall]) -> tuple[
     def running_only(*names: str) -> AbstractContextManager[None]:
         return patched.watched(lambda seen: seen.output if seen.layer in names else seen.exact())
 
+    count = min(len(calls), _CALLS)
+    calls = [calls[(2 * index + 1) * len(calls) // (2 * count)] for index in range(count)]
     with running_only():
         expected = [output(call) for call in calls]
 
@@ -316,17 +268,11 @@ def _measure_moves(patched: Patched, calls: Sequence[TransformerCall]) -> tuple[
     for name in patched.chosen:
         with running_only(name):
             moves[name] = change()
-        if not math.isfinite(moves[name]):
-            raise ValueError(_not_finite(name))
     return moves, change()
 
 
-# Pictures and files
-
-
-def write_audit(audit: Audit, folder: str | Path) -> list[Path]:
+def write_audit(audit: Audit, folder: Path) -> list[Path]:
     """Write ``audit.json`` and ``audit.png``, and return the files."""
-    folder = Path(folder)
     write_json(audit.to_dict(), folder / "audit.json")
     return [folder / "audit.json", draw_audit(audit, folder / "audit.png")]
 
@@ -344,15 +290,12 @@ def draw_audit(audit: Audit, file: Path) -> Path:
     size = (min(20.0, max(8.0, width)), min(20.0, 1.5 + 0.25 * len(names)))
     figure, axes = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
 
-    def ticks(count: int, most: int) -> range:
-        return range(0, count, -(-count // most))
-
     for axis, (name, values) in zip(axes, maps.items(), strict=True):
         axis.set_facecolor("0.8")
         image = axis.imshow(values.numpy(), cmap="magma", vmin=0, vmax=worst, aspect="auto", interpolation="nearest")
         axis.set_xlabel(name)
-        axis.set_xticks(ticks(values.shape[1], 12))
-    rows = ticks(len(names), 40)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    rows = range(0, len(names), math.ceil(len(names) / 40))
     axes[0].set_yticks(rows, [names[row] for row in rows], fontsize=7)
     figure.colorbar(image, ax=axes, label="relative error", format=lambda x, _: f"{x:.0%}")
     figure.savefig(file, dpi=110)

@@ -18,7 +18,7 @@ from mhla_diffusers.config import CausalConfig, patch_folder
 from mhla_diffusers.files import write_json, write_tensors
 from mhla_diffusers.generation.pipelines import load_result
 from mhla_diffusers.patching import save_mhla
-from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
+from mhla_diffusers.tiny import load_tiny
 from studies.adaptation.adaptation import (
     ADAPTED_CONTROL,
     ADAPTED_RECORD,
@@ -33,11 +33,12 @@ from studies.adaptation.adaptation import (
     runs_of,
     variants,
 )
+from studies.adaptation.digits import TINY, DigitPipeline
 
 SAMPLES, HELD_OUT = 512, 64
 
 
-def variants_that_ship(tiny: TinyPipeline) -> dict[str, tuple[Variant, tuple[dict[str, Any], ...]]]:
+def variants_that_ship(tiny: DigitPipeline) -> dict[str, tuple[Variant, tuple[dict[str, Any], ...]]]:
     """Return the variants and, for clips, the causal patch, by their short names, with the settings of their runs.
 
     The causal patch generates a few frames after others. It has two rows of blocks: the own frames, and all that came
@@ -106,7 +107,7 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
     return folder
 
 
-def install(tiny: TinyPipeline, output: Path) -> None:
+def install(tiny: DigitPipeline, output: Path) -> None:
     """Copy what was made to where the package, and of the control the studies, keep it."""
     for folder in sorted((output / "patches").glob(f"tiny-{tiny.name}-*")):
         if folder.name.endswith("-control"):

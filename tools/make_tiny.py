@@ -24,20 +24,21 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mhla_diffusers.families import Sample
-from mhla_diffusers.tiny import TINY, TinyPipeline, pipeline_folder
-from mhla_diffusers.tiny.digits import (
+from mhla_diffusers.tiny import pipeline_folder
+from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig, train
+from studies.adaptation.adaptation import digit_latents
+from studies.adaptation.digits import (
     FRAMES,
     MOTIONS,
     NAMES,
-    PICTURE_SIZE,
+    TINY,
+    DigitPipeline,
     Digits,
     Scene,
     crop,
     load_digits,
     to_rgb,
 )
-from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig, train
-from studies.adaptation.adaptation import digit_latents
 from studies.adaptation.judging import CLASSIFIER_FILE, DigitClassifier
 
 HELD_OUT = 32
@@ -62,7 +63,7 @@ class Phase:
 class Recipe(ABC):
     """How one tiny pipeline is built and trained."""
 
-    tiny: ClassVar[TinyPipeline]
+    tiny: ClassVar[DigitPipeline]
     text_marks: ClassVar[dict[str, str]] = {}
     """Special token that the tokenizer puts before ("bos_token") or after ("eos_token") a text; empty without text."""
     autoencoder_steps: ClassVar[int] = 400
@@ -124,7 +125,7 @@ class DiT(Recipe):
             in_channels=LATENT_CHANNELS,
             out_channels=2 * LATENT_CHANNELS,
             num_layers=4,
-            sample_size=PICTURE_SIZE // STRIDE,
+            sample_size=self.tiny.picture_size // STRIDE,
             patch_size=2,
             num_embeds_ada_norm=1000,
         )
@@ -144,7 +145,7 @@ class DiT(Recipe):
             layers_per_block=1,
             latent_channels=LATENT_CHANNELS,
             norm_num_groups=8,
-            sample_size=PICTURE_SIZE,
+            sample_size=self.tiny.picture_size,
             mid_block_add_attention=False,
         )
 
@@ -186,7 +187,7 @@ class Sana(Recipe):
             cross_attention_head_dim=32,
             cross_attention_dim=96,
             caption_channels=TEXT_CHANNELS,
-            sample_size=PICTURE_SIZE // STRIDE,
+            sample_size=self.tiny.picture_size // STRIDE,
             patch_size=2,
         )
 
@@ -385,7 +386,7 @@ def train_autoencoder(recipe: Recipe, report: Callable[[int, float], None], seed
     return autoencoder
 
 
-def _random_pictures(tiny: TinyPipeline, digits: Digits, chance: random.Random) -> torch.Tensor:
+def _random_pictures(tiny: DigitPipeline, digits: Digits, chance: random.Random) -> torch.Tensor:
     """Random pictures (8, 3, H, W), or single frames of clips (8, 3, 1, H, W), in [-1, 1]."""
     pictures = []
     for _ in range(_PICTURES):
@@ -409,7 +410,7 @@ _TEXT_STEPS = 300
 _NOTHING = 10
 
 
-def all_scenes(tiny: TinyPipeline) -> list[Scene]:
+def all_scenes(tiny: DigitPipeline) -> list[Scene]:
     """Every scene that a caption can ask of a pipeline: one or two digits with each motion."""
     pairs = [(first,) for first in range(10)] + list(itertools.product(range(10), repeat=2))
     return [Scene(labels, motion) for labels in pairs for motion in tiny.motions]

@@ -22,7 +22,7 @@ from ..families.calling import class_label
 from ..files import fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..tiny import TINY, TinyPipeline, load_tiny, pipeline_folder
-from ..tiny.digits import FRAMES, FRAMES_PER_SECOND
+from ..tiny.pipelines import FRAMES, FRAMES_PER_SECOND
 
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}

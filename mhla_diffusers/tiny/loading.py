@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ..devices import choose_device
-from .digits import parse_caption
-from .pipelines import TinyPipeline, tiny_pipeline
+from .pipelines import tiny_pipeline
 
 ASSET_FOLDER = Path(__file__).parent / "assets"
 
@@ -22,31 +21,25 @@ def pipeline_folder(name: str) -> Path:
 def load_tiny(name: str, device: str | torch.device = "cpu") -> Any:
     """Load tiny-<name>, with the name of a family: a ``DiTPipeline``, ``SanaPipeline`` or ``WanPipeline`` in float32.
 
-    Arguments that its call is not given are those of :func:`call_settings`, and that of DiT takes a text:
-    ``load_tiny("wan")("a seven moving left").frames[0]``, ``load_tiny("dit")("a seven").images[0]``.
+    Arguments that its call is not given are those of :func:`call_settings`:
+    ``load_tiny("wan")("a seven moving left").frames[0]``, ``load_tiny("dit")([7]).images[0]``.
     """
     from diffusers import DiffusionPipeline
 
     folder, place = pipeline_folder(name), choose_device(str(device))
     pipe = DiffusionPipeline.from_pretrained(folder).to(place)
     pipe.set_progress_bar_config(disable=True)
-    _use_call_settings(pipe, tiny_pipeline(name))
-    return pipe
-
-
-def _use_call_settings(pipe: Any, tiny: TinyPipeline) -> None:
-    """Switch a pipeline to a subclass of its class, with its name, whose call has the tiny pipeline's defaults."""
     kind: Any = type(pipe)
     signature = inspect.signature(pipe.__call__)
 
     @functools.wraps(kind.__call__)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         given = signature.bind_partial(*arguments, **keywords).arguments
-        if tiny.prompts_are_classes and isinstance(text := given.get("class_labels"), str):
-            given["class_labels"] = [parse_caption(text).labels[0]]
-        return kind.__call__(self, **tiny.call_settings | given)
+        return kind.__call__(self, **call_settings(name) | given)
 
+    # a subclass with the name of its class, which save_pretrained writes
     pipe.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+    return pipe
 
 
 def call_settings(name: str) -> dict[str, Any]:

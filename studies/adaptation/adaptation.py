@@ -19,8 +19,7 @@ from mhla_diffusers.config import NOTHING_DENSE, LinearConfig, PatchConfig
 from mhla_diffusers.families import Sample, trained_family
 from mhla_diffusers.generation.pipelines import family_named
 from mhla_diffusers.patching import find_patched
-from mhla_diffusers.tiny import TinyPipeline, load_tiny
-from mhla_diffusers.tiny.digits import Split, load_digits, to_rgb
+from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import (
     InMemoryData,
     ObjectiveWeights,
@@ -32,6 +31,7 @@ from mhla_diffusers.training import (
 )
 from mhla_diffusers.training.data.batches import NoisedBatches
 from mhla_diffusers.training.validation import validation_loss
+from studies.adaptation.digits import DigitPipeline, Split, load_digits, to_rgb
 
 DIFFUSION = ObjectiveWeights(diffusion=1.0)
 """The loss that the tiny pipelines were trained with, alone."""
@@ -58,7 +58,7 @@ class Variant:
     """None for the control: the pipeline's own attention."""
 
 
-def variants(tiny: TinyPipeline) -> list[Variant]:
+def variants(tiny: DigitPipeline) -> list[Variant]:
     """Return the control, trained on for as long as the others are adapted, and then the patches.
 
     SANA's own attention is plain linear already, which leaves MHLA to be compared with it.
@@ -77,7 +77,7 @@ def variants(tiny: TinyPipeline) -> list[Variant]:
     ]
 
 
-def runs_of(variant: Variant, tiny: TinyPipeline) -> tuple[dict[str, Any], ...]:
+def runs_of(variant: Variant, tiny: DigitPipeline) -> tuple[dict[str, Any], ...]:
     """Return the settings of ``finetune/configs/tiny-*.yaml``: transfer, then distillation, of the attention alone.
 
     A control has nothing to learn from itself, so it is trained on with the loss that it was trained with; so is MHLA
@@ -94,7 +94,7 @@ def runs_of(variant: Variant, tiny: TinyPipeline) -> tuple[dict[str, Any], ...]:
     return {**common, **transfer}, {**common, **distillation, "scheduler": "cosine"}
 
 
-def control_file(tiny: TinyPipeline) -> Path:
+def control_file(tiny: DigitPipeline) -> Path:
     """Return the file of the control: the weights that differ from the pipeline's, in float16."""
     return Path(__file__).with_name(f"tiny-{tiny.name}-{ADAPTED_CONTROL}")
 
@@ -104,7 +104,7 @@ def load_control(transformer: nn.Module, file: Path) -> None:
     transformer.load_state_dict({**transformer.state_dict(), **load_file(file)})
 
 
-def load_variant(tiny: TinyPipeline, variant: Variant) -> Any:
+def load_variant(tiny: DigitPipeline, variant: Variant) -> Any:
     """Load the pipeline with an adapted patch that ships, or as the control."""
     pipe = load_tiny(tiny.name)
     if variant.patch is None:
@@ -114,7 +114,7 @@ def load_variant(tiny: TinyPipeline, variant: Variant) -> Any:
 
 
 @torch.no_grad()
-def digit_latents(pipe: Any, tiny: TinyPipeline, samples: int, held_out: int, seed: int = 0) -> InMemoryData:
+def digit_latents(pipe: Any, tiny: DigitPipeline, samples: int, held_out: int, seed: int = 0) -> InMemoryData:
     """Encode random scenes as latents and conditioning; the ``held_out`` ones of held-out digits come last.
 
     ``pipe`` is the tiny pipeline, or one that is still to be trained, whose autoencoder and text encoder encode.
@@ -148,7 +148,9 @@ class Adaptation:
     The held-out loss is measured after every ``validate_every`` updates.
     """
 
-    def __init__(self, tiny: TinyPipeline, samples: int, held_out: int, seed: int = 1, validate_every: int = 1) -> None:
+    def __init__(
+        self, tiny: DigitPipeline, samples: int, held_out: int, seed: int = 1, validate_every: int = 1
+    ) -> None:
         self.tiny, self.held_out, self.seed, self.validate_every = tiny, held_out, seed, validate_every
         self.data = digit_latents(load_tiny(tiny.name), tiny, samples, held_out, seed)
 

@@ -23,7 +23,6 @@ from mhla_diffusers import MHLAConfig
 from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.files import read_json
 from mhla_diffusers.reporting import mean_and_spread, write_table
-from mhla_diffusers.tiny import TINY
 from mhla_diffusers.training import ObjectiveWeights
 from studies.adaptation.adaptation import (
     ADAPTED_RECORD,
@@ -34,6 +33,7 @@ from studies.adaptation.adaptation import (
     held_out_curve,
     variants,
 )
+from studies.adaptation.digits import TINY
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""

@@ -10,8 +10,7 @@ from torch import nn
 
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.families import trained_family
-from mhla_diffusers.tiny import TINY, TinyPipeline
-from mhla_diffusers.tiny.digits import Scene, crop, load_digits
+from studies.adaptation.digits import TINY, DigitPipeline, Scene, crop, load_digits
 
 CLASSIFIER_FILE = Path(__file__).with_name("classifier.safetensors")
 _BATCH = 10
@@ -56,7 +55,7 @@ def load_classifier() -> DigitClassifier:
 
 
 def generate_scenes(
-    pipe: Any, tiny: TinyPipeline, scenes: Sequence[Scene], seed: int, **settings: Any
+    pipe: Any, tiny: DigitPipeline, scenes: Sequence[Scene], seed: int, **settings: Any
 ) -> list[torch.Tensor]:
     """Generate pictures of scenes with a tiny pipeline, patched or not: (1, S, S) each, or (F, S, S) of a clip.
 
@@ -77,7 +76,7 @@ def generate_scenes(
 class Yardstick:
     """Scenes that every attention generates from the same noise, and what the pictures are judged by."""
 
-    def __init__(self, tiny: TinyPipeline, scenes: Sequence[Scene], seed: int) -> None:
+    def __init__(self, tiny: DigitPipeline, scenes: Sequence[Scene], seed: int) -> None:
         self.tiny, self.scenes, self.seed, self.classifier = tiny, scenes, seed, load_classifier()
         digits = load_digits("held-out")
         self.real = [tiny.draw(scene, digits, seed + place) for place, scene in enumerate(scenes)]

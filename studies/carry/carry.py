@@ -27,7 +27,8 @@ from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.families import get_family
 from mhla_diffusers.generation.similarity import psnr, ssim
 from mhla_diffusers.patching.call import held
-from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.tiny import load_tiny
+from studies.adaptation.digits import TINY
 from studies.adaptation.judging import Yardstick
 
 HERE = Path(__file__).parent

@@ -30,7 +30,8 @@ from mhla_diffusers import apply_mhla
 from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.generation.similarity import psnr
 from mhla_diffusers.patching.residual import FIRST_FADING
-from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.tiny import load_tiny
+from studies.adaptation.digits import TINY
 from studies.adaptation.judging import Yardstick
 
 FILE = Path(__file__).parent / "second-difference.csv"

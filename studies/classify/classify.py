@@ -26,7 +26,7 @@ from mhla_diffusers.auditing import TransformerCall
 from mhla_diffusers.files import write_json
 from mhla_diffusers.patching import register_mixing_clip
 from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, write_table
-from mhla_diffusers.tiny.digits import Digits, load_digits
+from studies.adaptation.digits import Digits, load_digits
 from studies.analysis.matrices import each_attention_matrix, entropy, rank
 
 SIZE, PATCH, DIGIT = 64, 8, 16

@@ -12,7 +12,7 @@ from pooled_vit import PooledViT
 from vlt import VLT
 
 from mhla_diffusers import apply_mhla, mhla_layers, remove_mhla
-from mhla_diffusers.tiny.digits import load_digits
+from studies.adaptation.digits import load_digits
 
 HERE = Path(__file__).parent
 

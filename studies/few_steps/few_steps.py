@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from mhla_diffusers import SparseConfig, apply_mhla
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.tiny import load_tiny
 from studies.adaptation.adaptation import digit_latents
+from studies.adaptation.digits import TINY
 from studies.adaptation.judging import Yardstick
 
 TINY_WAN = TINY["wan"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample, pad
 
-from mhla_diffusers.tiny.digits import Split, load_digits
+from studies.adaptation.digits import Split, load_digits
 
 COLOURS = ((0.95, 0.10, 0.10), (0.10, 0.90, 0.10), (0.15, 0.20, 1.00))
 """Colours of the digits in order; each has the most of one channel."""

@@ -15,8 +15,8 @@ import torch
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.reporting import write_table
-from mhla_diffusers.tiny import TINY
 from studies.adaptation.adaptation import DIFFUSION, Adaptation, held_out_curve
+from studies.adaptation.digits import TINY
 
 _LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 8, "lora_layers": "blocks"}
 RUNS: dict[str, dict[str, Any]] = {

@@ -10,8 +10,9 @@ from typing import Any
 
 from mhla_diffusers import apply_mhla, remove_mhla
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.tiny import load_tiny
 from studies.adaptation.adaptation import Adaptation
+from studies.adaptation.digits import TINY
 
 SETTINGS: list[dict[str, Any]] = [
     *({"density": density, "far": far} for density in (0.025, 0.05, 0.15) for far in ("second-order", "means")),

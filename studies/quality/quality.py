@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 from mhla_diffusers import load_mhla
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.files import write_json, write_text, written_aside
-from mhla_diffusers.tiny import TINY, TinyPipeline, load_tiny
+from mhla_diffusers.tiny import load_tiny
 from studies.adaptation.adaptation import ADAPTED_CONTROL, Adaptation, Variant, load_control, load_variant, variants
+from studies.adaptation.digits import TINY, DigitPipeline
 from studies.adaptation.judging import Yardstick
 
 HELD_OUT = 64
@@ -55,7 +56,7 @@ def bootstrap(
     return {"value": value, "low": 2 * value - high, "high": 2 * value - low}
 
 
-def open_variant(tiny: TinyPipeline, variant: Variant, adapted: Path | None) -> Any:
+def open_variant(tiny: DigitPipeline, variant: Variant, adapted: Path | None) -> Any:
     """The pipeline with a patch that ships, or with one that ``tools/adapt_tiny.py`` made."""
     if adapted is None:
         return load_variant(tiny, variant)
@@ -76,7 +77,7 @@ def kept_pictures(file: Path, count: int, make: Callable[[], list[torch.Tensor]]
     return pictures
 
 
-def judge(tiny: TinyPipeline, pipelines: dict[str, Callable[[], Any]], count: int, output: Path) -> dict[str, Any]:
+def judge(tiny: DigitPipeline, pipelines: dict[str, Callable[[], Any]], count: int, output: Path) -> dict[str, Any]:
     """Measure each pipeline, the control first, on the same scenes and samples.
 
     Args:

@@ -7,9 +7,10 @@ import torch
 
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.patching import is_patched
-from mhla_diffusers.tiny import TINY, load_tiny
+from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import TrainingConfig
 from studies.adaptation.adaptation import DIFFUSION, Adaptation, held_out_curve, load_variant, runs_of, variants
+from studies.adaptation.digits import TINY
 
 from ..scripts import CONFIGS
 

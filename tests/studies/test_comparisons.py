@@ -34,54 +34,6 @@ def test_how_fast_attentions_adapt(tmp_path, monkeypatch):
     assert files_in(tmp_path, "*/metrics.jsonl") == kept
 
 
-def untrained(script, monkeypatch, folder, family):
-    """Rows of studies/fidelity/fidelity.py by name and density."""
-    small = ("--family", family, "--scenes", 4, "--held-out", 2, "--output", folder)
-    run_script(script, monkeypatch, *small)
-    with (folder / f"untrained-{family}.csv").open() as file:
-        header, *rows = csv.reader(file)
-    assert header[:3] == ["self-attention", "density", "held-out loss ↓"]
-    return {(row[0], row[1]): row[2:] for row in rows}
-
-
-def number(cell):
-    return float(cell.split()[0])
-
-
-def test_means_come_with_their_error(monkeypatch):
-    fidelity = load_script("studies/fidelity/fidelity.py", monkeypatch).Fidelity
-    assert fidelity([0.1, 0.2], [0.5, 1.0], [0.25, 0.35], 12.34).cells == (
-        *("0.1500 ± 0.0500", "75.0 ± 25.0 %", "12.3", "0.300 ± 0.050"),
-    )
-    assert fidelity([0.1], [1.0], [], 1.0).cells == ("0.1000", "100.0 %", "1.0", "–")
-
-
-@pytest.mark.slow
-def test_linear_attention_is_mhla_with_every_block_alike(monkeypatch, tmp_path):
-    """SANA has no softmax to be sparse; a uniform matrix is its own attention."""
-    rows = untrained(load_script("studies/fidelity/fidelity.py", monkeypatch), monkeypatch, tmp_path, "sana")
-    assert list(rows) == [("own linear attention", ""), ("MHLA, every block alike", ""), ("MHLA", "")]
-    own, alike, mhla = rows.values()
-    assert alike[:2] == own[:2]
-    assert number(alike[3]) < 0.005 < number(mhla[3])
-
-
-@pytest.mark.slow
-def test_the_more_takes_part_the_nearer_the_pictures(monkeypatch, tmp_path):
-    script = load_script("studies/fidelity/fidelity.py", monkeypatch)
-    names = ("sparse, means alone", "sparse")
-    monkeypatch.setattr(script, "DENSITIES", (0.1, 0.25))
-    chosen = [row for row in script.rows_of(script.TINY["dit"]) if row.name in ("MHLA", *names)]
-    monkeypatch.setattr(script, "rows_of", lambda _: chosen)
-    rows = untrained(script, monkeypatch, tmp_path, "dit")
-    means, sparse = (number(rows[name, "10.0%"][3]) for name in names)
-    assert max(means, sparse) < number(rows["MHLA", ""][3])
-    assert number(rows["sparse", "25.0%"][3]) < sparse < means
-    kept = files_in(tmp_path, "**/*.json")
-    assert untrained(script, monkeypatch, tmp_path, "dit") == rows
-    assert files_in(tmp_path, "**/*.json") == kept
-
-
 @pytest.mark.slow
 def test_what_ships_is_judged_against_the_control(tmp_path, monkeypatch, capsys):
     script = load_script("studies/quality/quality.py", monkeypatch)

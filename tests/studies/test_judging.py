@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from mhla_diffusers.tiny import TINY, load_tiny
-from mhla_diffusers.tiny.digits import Scene, load_digits, parse_caption
+from mhla_diffusers.tiny import load_tiny
+from studies.adaptation.digits import TINY, Scene, load_digits, parse_caption
 from studies.adaptation.judging import Yardstick, digit_shown, generate_scenes, load_classifier, picture_features
 
 from ..refusals import refused

@@ -1,7 +1,6 @@
 """The pipelines that ship with the package, as they are."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from mhla_diffusers.tiny import TINY, call_settings, load_tiny, loading, tiny_pi
 
 from ..refusals import refused
 
-WITH_TEXT = [name for name, tiny in TINY.items() if not tiny.prompts_are_classes]
-
 
 @pytest.mark.parametrize("family", TINY)
 def test_files_are_small_and_safe(family):
@@ -21,16 +18,7 @@ def test_files_are_small_and_safe(family):
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_prompts_are_read_as_they_are_written(family):
-    tiny, chance = TINY[family], random.Random(0)
-    for _ in range(30):
-        scene = tiny.random_scene(chance)
-        assert tiny.scene(tiny.prompt(scene)) == scene
-        assert 1 <= len(scene.labels) <= tiny.most_digits
-
-
-@pytest.mark.parametrize("family", WITH_TEXT)
+@pytest.mark.parametrize("family", ["sana", "wan"])
 def test_unknown_words_still_work(family):
     output = load_tiny(family)(
         "an octopus and a seven, zwölf Ämter 🙂", **{**call_settings(family), "num_inference_steps": 1}
@@ -41,13 +29,12 @@ def test_unknown_words_still_work(family):
 @pytest.mark.parametrize("family", TINY)
 def test_called_without_settings_it_has_those_that_it_was_trained_for(family, tmp_path):
     pipe = load_tiny(family)
-    prompt = "a seven moving left" if family == "wan" else "a seven"
+    prompt = [7] if family == "dit" else "a seven moving left"
     noise = torch.Generator().manual_seed
     short = {"num_inference_steps": 1, "output_type": "np"}
-    same = [7] if family == "dit" else prompt
     settings = {**call_settings(family), **short}
     plain = type(pipe).__mro__[1].from_pretrained(loading.pipeline_folder(family))
-    (expected,) = plain(same, generator=noise(0), **settings).values()
+    (expected,) = plain(prompt, generator=noise(0), **settings).values()
     (found,) = pipe(prompt, generator=noise(0), **short).values()
     assert (found == expected).all()
     pipe.save_pretrained(tmp_path)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from mhla_diffusers import config, load_mhla
 from mhla_diffusers.patching import find_patched
-from mhla_diffusers.tiny import TINY, load_tiny, loading
-from mhla_diffusers.tiny.digits import load_digits
+from mhla_diffusers.tiny import load_tiny, loading
 from mhla_diffusers.training import TrainingConfig
 from studies.adaptation import adaptation
+from studies.adaptation.digits import TINY, load_digits
 from studies.adaptation.judging import generate_scenes, load_classifier
 
 from ..scripts import CONFIGS, load_script, run_script

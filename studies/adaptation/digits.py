@@ -1,7 +1,7 @@
-"""Handwritten digits, composed into captioned images and moving clips.
+"""Handwritten digits, composed into captioned images and moving clips, as each tiny pipeline was trained on them.
 
 The digits are the 1797 of 8x8 pixels that come with scikit-learn: the test set of Alpaydin and Kaynak's Optical
-Recognition of Handwritten Digits (UCI, CC BY 4.0). They lie beside the tiny pipelines as one file of 117 kB.
+Recognition of Handwritten Digits (UCI, CC BY 4.0). They lie beside this file, in 117 kB.
 
 Everything is drawn from a seed, and training and held-out digits never mix. Pictures are single-channel float tensors
 in [0, 1]; :func:`to_rgb` makes what a VAE takes.
@@ -15,22 +15,16 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file
 
-from ..errors import check_choice
+from mhla_diffusers.tiny import TinyPipeline, tiny_pipeline
+from mhla_diffusers.tiny.pipelines import FRAMES
 
 Split = Literal["train", "held-out"]
 
-PICTURE_SIZE = 64
-"""Height and width of pictures and clips in pixels, where a pipeline has no other size."""
-FRAMES = 9
-"""Frames of a clip; the tiny video autoencoder makes a latent frame of each."""
-FRAMES_PER_SECOND = 6
-"""At which clips are meant to be played."""
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 """Motion → (vertical, horizontal) sign, vertical pointing down."""
 MOTIONS = (*DIRECTIONS, "bouncing")
 
-DIGITS_FILE = Path(__file__).parent / "assets" / "digits.safetensors"
 _HELD_OUT_EVERY = 5
 _REST_SLACK = 4.0
 """How far from the middle of its field a digit may be along an axis that it does not move along, in pixels."""
@@ -78,9 +72,8 @@ class Scene:
 
 
 def load_digits(split: Split) -> Digits:
-    """Load the digits of one split; every fifth of the 1797 is held out. ValueError for an unknown split."""
-    check_choice("split", split, ("train", "held-out"))
-    shipped = load_file(DIGITS_FILE)
+    """Load the digits of one split; every fifth of the 1797 is held out."""
+    shipped = load_file(Path(__file__).with_name("digits.safetensors"))
     images, labels = shipped["images"].float() / 16, shipped["labels"].long()
     held_out = torch.arange(len(labels)) % _HELD_OUT_EVERY == 0
     chosen = held_out if split == "held-out" else ~held_out
@@ -96,20 +89,79 @@ def parse_caption(caption: str) -> Scene:
     return Scene(labels, next((word for word in words if word in MOTIONS), None))
 
 
-def compose(scene: Scene, digits: Digits, size: int, seed: int, side: int) -> torch.Tensor:
-    """Draw a scene with handwritten digits of ``size`` pixels; digits, places and speeds come from the seed.
+@dataclass(frozen=True, kw_only=True)
+class DigitPipeline(TinyPipeline):
+    """A tiny pipeline, the scenes that it was trained on, and how it is patched and adapted."""
 
-    (1, side, side) float32 in [0, 1] for a still scene, (9, side, side) for a moving one.
-    """
-    chance = random.Random(f"{seed} {scene.caption}")
-    frames = 1 if scene.motion is None else FRAMES
-    picture = torch.zeros(frames, side, side)
-    for label, field in zip(scene.labels, scene.fields(side), strict=True):
-        centres = _path(scene.motion, field, size, chance)
-        digit, scale = digits.pick(label, chance).expand(frames, -1, -1), side / size
-        drawn = _sample(digit, scale, -scale * (2 * centres / side - 1), side)
-        picture = torch.maximum(picture, drawn)
-    return picture
+    blocks: tuple[int, ...] = (4, 4)
+    """Block counts that suit its token grid."""
+    block_size: int | None = None
+    """Tokens of a block of sparse attention that suit its token grid; None where its own attention is not softmax."""
+    mixing_per_head: bool = False
+    """Whether its MHLA has a mixing matrix for every head, as the presets of the family have it."""
+    batch_size: int = 16
+    """Samples per update when a patch is adapted."""
+    digit_size: int = 28
+    """Height and width in pixels of a drawn digit."""
+    most_digits: int = 2
+    motions: tuple[str | None, ...] = (None,)
+    """How digits move; None for pictures."""
+    prompts_are_classes: bool = False
+    """Whether it is asked for the number of a digit instead of a caption."""
+
+    def random_scene(self, chance: random.Random) -> Scene:
+        """Draw one digit, or one or two where there is room, in motion where they move."""
+        count = chance.choice((1, 1, 2)) if self.most_digits == 2 else 1
+        labels = tuple(chance.randrange(10) for _ in range(count))
+        return Scene(labels, chance.choice(self.motions) if self.is_video else None)
+
+    def random_scenes(self, count: int, seed: int | str) -> list[Scene]:
+        """Draw scenes; the same seed gives the same ones."""
+        chance = random.Random(seed)
+        return [self.random_scene(chance) for _ in range(count)]
+
+    def draw(self, scene: Scene, digits: Digits, seed: int) -> torch.Tensor:
+        """Draw a scene with handwritten digits; which ones, places and speeds come from the seed.
+
+        (1, S, S) float32 in [0, 1] for a still scene, (F, S, S) for a moving one.
+        """
+        chance = random.Random(f"{seed} {scene.caption}")
+        side, scale = self.picture_size, self.picture_size / self.digit_size
+        frames = 1 if scene.motion is None else FRAMES
+        picture = torch.zeros(frames, side, side)
+        for label, field in zip(scene.labels, scene.fields(side), strict=True):
+            centres = _path(scene.motion, field, self.digit_size, chance)
+            digit = digits.pick(label, chance).expand(frames, -1, -1)
+            picture = torch.maximum(picture, _sample(digit, scale, -scale * (2 * centres / side - 1), side))
+        return picture
+
+    def prompt(self, scene: Scene) -> str:
+        """Return what the pipeline is asked for, to get a scene."""
+        return str(scene.labels[0]) if self.prompts_are_classes else scene.caption
+
+    def scene(self, prompt: str) -> Scene | None:
+        """Return the scene that a prompt asks for; None for another tiny pipeline's, ValueError without digit words."""
+        if self.prompts_are_classes:
+            return Scene((int(prompt),)) if prompt.isdigit() else None
+        scene = parse_caption(prompt)
+        return scene if (scene.motion is not None) == self.is_video else None
+
+
+TINY = {
+    "dit": DigitPipeline(
+        **vars(tiny_pipeline("dit")), block_size=2, digit_size=52, most_digits=1, prompts_are_classes=True
+    ),
+    "sana": DigitPipeline(**vars(tiny_pipeline("sana"))),
+    "wan": DigitPipeline(
+        **vars(tiny_pipeline("wan")),
+        blocks=(3, 4, 4),
+        block_size=4,
+        mixing_per_head=True,
+        batch_size=4,
+        motions=MOTIONS,
+    ),
+}
+"""Name → tiny pipeline."""
 
 
 def to_rgb(picture: torch.Tensor) -> torch.Tensor:
