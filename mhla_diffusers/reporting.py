@@ -1,13 +1,10 @@
 """Text tables, progress, and matplotlib without a display."""
 
-import csv
 import io
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import installing
-from .files import write_text
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
@@ -70,21 +66,6 @@ def scaled(value: float, base: int, unit: str) -> str:
     while value >= base and power < len(prefixes) - 1:
         value, power = value / base, power + 1
     return f"{value:.4g} {prefixes[power]}{unit}" if value >= 1000 else f"{value:.3g} {prefixes[power]}{unit}"
-
-
-def mean_and_spread(values: Sequence[float], style: str) -> str:
-    """Format a mean, and the deviation if there are several values: ``"0.0802 ± 0.0007"`` for ``".4f"``."""
-    return f"{fmean(values):{style}}" + (f" ± {stdev(values):{style}}" if len(values) > 1 else "")
-
-
-def write_table(header: Sequence[str], rows: Sequence[Sequence[str]], folder: Path, name: str) -> str:
-    """Write a table as CSV and as Markdown, and return the Markdown."""
-    text = io.StringIO()
-    csv.writer(text).writerows([header, *rows])
-    markdown = markdown_table(header, rows)
-    for suffix, content in ((".csv", text.getvalue()), (".md", markdown)):
-        write_text(content, folder / f"{name}{suffix}")
-    return markdown
 
 
 def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:

@@ -10,8 +10,8 @@ import torch
 import mhla_diffusers as mhla
 from mhla_diffusers.config import NOTHING_DENSE, SparseConfig, load_patch
 from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.tuning import Target, tune
-from mhla_diffusers.tuning.candidates import LADDERS, Candidate, Trial, next_candidate, profiles
+from mhla_diffusers.tuning import tune
+from mhla_diffusers.tuning.candidates import PROFILE_CONFIGS, Candidate, Search, Target, Trial
 
 from .evaluation.pictures import mhla as command
 from .refusals import refused
@@ -65,8 +65,6 @@ def test_a_patch_is_found_and_written_for_every_way_to_patch(tmp_path, pipe):
     unpatched, *tried = written(folder)
     assert (unpatched["name"], tried[0]["name"]) == ("unpatched", "fast")
     assert sorted(len(one["clips"]) for one in tried)[-3:] == [2, 2, 2], "all prompts judge the three best"
-    rows = (folder / "tune.csv").read_text().splitlines()
-    assert len(rows) == 1 + len(tried) + 1 and rows[0].startswith("candidate")
     page = (folder / "tune.html").read_text()
     assert page.count("<img") == len(tried) + 1 and last.split(":")[0] in page
     again = command("tune", "wan", "--prompts", file, *options)
@@ -110,26 +108,36 @@ def test_a_step_cache_is_tried_alone_and_beside_the_best(tmp_path, pipe):
     assert (call(pipe)(PROMPTS[0]) == before).all(), "neither patch nor cache stays"
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, pipe):
+    """The folder of a short run."""
+    folder = tmp_path_factory.mktemp("stored") / "run"
+    tune(pipe, call(pipe), PROMPTS[:1], folder, psnr=5, steps=STEPS, minutes=0.02, settings={"model": "tiny"})
+    return folder
+
+
 @pytest.mark.parametrize(
     ("changes", "offending"),
     [
         ({"prompts": []}, "prompts"),
+        ({"prompts": "a seven"}, "prompts='a seven'"),
+        ({"prompts": ["a two moving left"]}, "prompts"),
         ({"psnr": 30.0, "speedup": 2.0}, "psnr=30.0...speedup=2.0"),
         ({"psnr": -1.0}, "psnr"),
-        ({"minutes": 0}, "minutes"),
         ({"steps": 0}, "steps"),
         ({"settings": {"model": "another"}}, "model='tiny'...'another'"),
-        ({"prompts": ["a two moving left"]}, "prompts"),
+        ({"pipe": load_tiny("sana")}, "sana...linear"),
+        ({"pipe": mhla.apply_mhla(load_tiny("wan"))}, "is patched"),
+        ({"run": lambda prompt: None, "output": "other"}, "NoneType"),
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(tmp_path, pipe, changes, offending):
-    folder = tmp_path / "run"
-    tune(pipe, call(pipe), PROMPTS[:1], folder, psnr=5, steps=STEPS, minutes=0.02, settings={"model": "tiny"})
-    before = written(folder)
-    given = {"prompts": PROMPTS[:1], "output": folder, "steps": STEPS, "settings": {"model": "tiny"}, **changes}
+def test_bad_input_is_refused_before_anything_runs(tmp_path, stored, pipe, changes, offending):
+    before = written(stored)
+    given = {"pipe": pipe, "run": call(pipe, count(), 0), "prompts": PROMPTS[:1], "output": stored, "steps": STEPS}
+    given |= {"settings": {"model": "tiny"}, **changes}
     with refused(offending):
-        tune(pipe, call(pipe, count(), 0), **given)
-    assert written(folder) == before
+        tune(**given | {"output": tmp_path / given["output"]})
+    assert written(stored) == before
 
 
 def test_a_file_without_prompts_and_a_folder_of_something_else(tmp_path, pipe):
@@ -138,50 +146,28 @@ def test_a_file_without_prompts_and_a_folder_of_something_else(tmp_path, pipe):
     assert "prompts.txt" in str(command("tune", "wan", "--prompts", empty).exception)
     with refused("prompts.txt"):
         tune(pipe, call(pipe), PROMPTS, tmp_path)
-    with refused("sana...linear"):
-        tune(load_tiny("sana"), call(pipe), PROMPTS, tmp_path / "run")
 
 
-def test_what_tune_cannot_judge_is_refused_before_anything_is_stored(tmp_path, pipe):
-    with refused("prompts='a seven'"):
-        tune(pipe, call(pipe), "a seven", tmp_path / "run")
-    with refused("NoneType"):
-        tune(pipe, lambda prompt: None, PROMPTS, tmp_path / "none")
-    mhla.apply_mhla(pipe)
-    try:
-        with refused("is patched"):
-            tune(pipe, call(pipe), PROMPTS, tmp_path / "run")
-    finally:
-        mhla.remove_mhla(pipe)
-    assert not (tmp_path / "run").exists()
-
-
-def test_settings_that_are_dense_throughout_are_no_candidates():
-    trials = search(Target(psnr=99), law, steps=2)
-    assert trials and all(len(trial.candidate.config.dense_steps(2)) < 2 for trial in trials)
-
-
-def search(target, judge, steps=50, **options):
+def search(target, judge, steps=50):
     """What is tried where a function of the candidate says what is measured: pairs of dB and speedup."""
-    trials = []
-    while (candidate := next_candidate(trials, target, steps, 30, **options)) is not None:
-        psnr, speedup = judge(candidate)
+    trials, chosen = [], Search(target, steps, depth=30)
+    while (candidate := chosen.next_candidate(trials)) is not None:
+        psnr, speedup = judge(chosen.cost(candidate))
         clip = {"psnr": psnr, "worst_psnr": psnr, "seconds": 1.0}
         trials.append(Trial(candidate, [clip], speedup=speedup))
         assert len(trials) < 60
     return trials
 
 
-def law(candidate):
+def law(cost):
     """Decibels that grow with the pairs that are computed."""
-    cost = candidate.cost(50, 30)
     return 20 + 40 * cost, 1 / cost
 
 
 @pytest.mark.parametrize("psnr", [22.0, 27.0, 32.0, 37.0])
 def test_the_cheapest_settings_of_a_target_are_found(psnr):
     trials = search(Target(psnr=psnr), law)
-    assert [trial.candidate for trial in trials[:3]] == list(profiles().values())
+    assert [trial.candidate.config for trial in trials[:3]] == list(PROFILE_CONFIGS.values())
     best = min(trials, key=Target(psnr=psnr).rank)
     assert psnr <= best.psnr < psnr + 2.5
     assert len({trial.candidate for trial in trials}) == len(trials)
@@ -194,16 +180,15 @@ def test_the_most_faithful_settings_of_a_speedup_are_found(speedup):
     assert speedup <= best.speedup < 1.25 * speedup
 
 
-def test_settings_that_do_the_same_in_few_steps_are_tried_once():
-    trials = search(Target(psnr=99), law, steps=4)
-    configs = [trial.candidate.config for trial in trials]
-    effects = [(one.density, one.dense_steps(4), one.dense_layers) for one in configs]
-    assert len(set(effects)) == len(effects)
+@pytest.mark.parametrize("steps", [2, 4])
+def test_settings_that_do_the_same_in_few_steps_are_tried_once_and_never_dense_ones(steps):
+    configs = [trial.candidate.config for trial in search(Target(psnr=99), law, steps)]
+    effects = [(one.density, one.dense_steps(steps), one.dense_layers) for one in configs]
+    assert effects and len(set(effects)) == len(effects)
+    assert all(len(one.dense_steps(steps)) < steps for one in configs)
 
 
 def test_the_cost_is_the_share_of_pairs_that_are_computed():
-    settings = {**NOTHING_DENSE, "density": 0.05, "dense_first": 1, "dense_layers": 1}
-    one = Candidate(tuple(settings[name] for name in LADDERS))
-    assert one.config == SparseConfig(**settings)
+    one = Candidate(SparseConfig(**{**NOTHING_DENSE, "density": 0.05, "dense_first": 1, "dense_layers": 1}))
     # 1 of 10 steps and 1 of 5 layers are dense
-    assert one.cost(10, 5) == pytest.approx(1 - 0.9 * 0.8 * 0.95)
+    assert Search(Target(), steps=10, depth=5).cost(one) == pytest.approx(1 - 0.9 * 0.8 * 0.95)

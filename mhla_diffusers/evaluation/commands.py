@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ..files import check_unique, write_json
+from ..files import check_unique, read_json, read_json_lines, write_json
 from ..generation.names import expand_options, patch_options, pipeline_options
 from ..generation.record import Sample
 from ..reporting import progress, text_table
-from .geneval import geneval_samples, geneval_score, read_geneval_metadata, write_geneval_metadata
-from .vbench import DIMENSIONS, read_results, read_suite, suite_videos, total_scores, vbench_commands
+from .geneval import geneval_samples, geneval_score, write_geneval_metadata
+from .vbench import DIMENSIONS, read_results, suite_videos, total_scores, vbench_commands
 
 app = typer.Typer(help="Quality of generated images and videos.", no_args_is_help=True)
 samples = typer.Typer(
@@ -163,7 +163,6 @@ def classes(
     output: _SET,
     count: Annotated[int, typer.Option(min=1, help="How many images; 50000 for ImageNet.")],
     options: dict[str, Any],
-    labels: Annotated[int | None, typer.Option(min=1, help="Number of classes; default: all of the model.")] = None,
 ) -> None:
     """Images of classes, each as often as any other, as FID on ImageNet needs them."""
     from ..generation.pipelines import class_count, family_named
@@ -171,8 +170,7 @@ def classes(
     family = options["family"]
     if not family_named(family).calling.prompts_are_classes:
         raise ValueError(f"{family} takes text, not classes; use mhla generate {family} --prompt-file FILE.")
-    if labels is None:
-        labels = class_count(options["model"], family)
+    labels = class_count(options["model"], family)
     _generate(options, output, [Sample(f"{number:06d}.png", str(number % labels)) for number in range(count)])
 
 
@@ -184,7 +182,7 @@ def geneval_set(
     options: dict[str, Any],
 ) -> None:
     """Images of GenEval's prompts, laid out as its evaluator reads them."""
-    entries = read_geneval_metadata(metadata)
+    entries = read_json_lines(metadata)
     _generate(options, output, geneval_samples(entries))
     write_geneval_metadata(entries, output)
 
@@ -198,7 +196,7 @@ def vbench_set(
     all_flickering: Annotated[bool, typer.Option(help="25 videos of each temporal flickering prompt.")] = False,
 ) -> None:
     """Videos of VBench's prompts, named as it reads them."""
-    _generate(options, output, suite_videos(read_suite(suite), all_flickering=all_flickering))
+    _generate(options, output, suite_videos(read_json(suite), all_flickering=all_flickering))
 
 
 def _generate(options: dict[str, Any], output: Path, chosen: list[Sample]) -> None:

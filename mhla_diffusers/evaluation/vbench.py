@@ -43,18 +43,8 @@ _VIDEOS, _FLICKERING_VIDEOS = 5, 25
 """Videos per prompt, and per prompt of the flickering dimension, from which the static filter chooses."""
 
 
-def read_suite(file: str | Path) -> list[dict[str, Any]]:
-    """Read the entries of ``VBench_full_info.json``, which comes with VBench."""
-    entries = read_json(Path(file))
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, dict) and {"prompt_en", "dimension"} <= entry.keys() for entry in entries
-    ):
-        raise ValueError(f"{file} is not a prompt suite of VBench: a list of entries with prompt_en and dimension.")
-    return entries
-
-
 def suite_videos(entries: list[dict[str, Any]], *, all_flickering: bool = False) -> list[Sample]:
-    """List every video of the suite, ``videos/{prompt}-{number}.mp4``, as VBench finds them: 4 720.
+    """List every video of ``VBench_full_info.json``, ``videos/{prompt}-{number}.mp4``, as VBench finds them: 4 720.
 
     Two prompts occur twice and share their videos. ``all_flickering`` asks for 25 instead of 5 videos of the flickering
     prompts, for VBench's static filter: 6 220.
@@ -95,10 +85,7 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
         if not parts:
             raise FileNotFoundError(f"{file} holds no *_eval_results.json of VBench.")
         for part in parts:
-            content = read_json(part)
-            if not isinstance(content, dict):
-                raise ValueError(f"{part} holds no results of VBench: it must map dimensions to scores.")
-            for key, value in content.items():
+            for key, value in read_json(part).items():
                 name, score = key.replace(" ", "_"), value[0] if isinstance(value, list) and value else value
                 if name not in DIMENSIONS or type(score) not in (int, float) or not 0 <= score <= 1:
                     raise ValueError(
@@ -121,7 +108,7 @@ def vbench_commands(
     the set. ValueError for an unknown dimension, or missing videos, for which VBench itself only warns.
     """
     check_names(dimensions, list(DIMENSIONS), "dimension of VBench")
-    entries, commands = read_suite(suite), []
+    entries, commands = read_json(suite), []
     missing: list[Path] = []
     for dimension in dimensions:
         filtered = flickering if dimension == FLICKERING else None

@@ -26,38 +26,35 @@ THRESHOLDS = (0.2, 0.1, 0.05)
 """Thresholds of diffusers' First Block Cache to try, from cheap to faithful."""
 DEFAULT_PSNR = 30.0
 """Target in dB where none is given."""
+PROFILE_CONFIGS = {name: SparseConfig(**settings) for name, settings in reversed(PROFILES.items())}
+"""From cheap to faithful."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """What a pipeline is called with: a patch, First Block Cache, both, or neither."""
 
-    patch: tuple[Any, ...] | None = None
-    """Values of the settings of ``LADDERS`` in their order; None for no patch."""
+    config: SparseConfig | None = None
+    """Settings of the patch, each on its ladder; None for no patch."""
     cache: float | None = None
     """Threshold of First Block Cache; None for none."""
 
     @property
-    def config(self) -> SparseConfig | None:
-        """Settings of the patch."""
-        return None if self.patch is None else SparseConfig(**dict(zip(LADDERS, self.patch, strict=True)))
-
-    @property
     def places(self) -> tuple[int, ...]:
-        """Place of each value on its ladder."""
-        return tuple(ladder.index(value) for ladder, value in zip(LADDERS.values(), self.patch or (), strict=True))
+        """Place of each setting of the patch on its ladder."""
+        return tuple(ladder.index(getattr(self.config, name)) for name, ladder in LADDERS.items())
 
     @property
     def name(self) -> str:
         """The profile that it is nearest to and what differs, and the cache."""
         parts = []
-        if self.patch is not None:
+        if self.config is not None:
+            own = {name: getattr(self.config, name) for name in LADDERS}
             changes = {
-                name: [f"{key} {own}" for key, own, usual in zip(LADDERS, self.patch, of.patch or (), strict=True)
-                       if own != usual]
-                for name, of in profiles().items()
-            }  # fmt: skip
-            nearest = min(changes, key=lambda name: len(changes[name]))
+                profile: [f"{name} {value}" for name, value in own.items() if value != getattr(usual, name)]
+                for profile, usual in PROFILE_CONFIGS.items()
+            }
+            nearest = min(changes, key=lambda profile: len(changes[profile]))
             parts = [nearest, *changes[nearest]]
         if self.cache is not None:
             parts.append(f"First Block Cache {self.cache}")
@@ -65,19 +62,11 @@ class Candidate:
 
     def neighbours(self) -> "Iterator[Candidate]":
         """Yield the patches that differ in one setting by one place on its ladder."""
-        for axis, ladder in enumerate(LADDERS.values()):
-            for place in (self.places[axis] - 1, self.places[axis] + 1):
+        assert self.config is not None
+        for (name, ladder), own in zip(LADDERS.items(), self.places, strict=True):
+            for place in (own - 1, own + 1):
                 if 0 <= place < len(ladder):
-                    places = (*self.places[:axis], place, *self.places[axis + 1 :])
-                    yield Candidate(tuple(values[at] for values, at in zip(LADDERS.values(), places, strict=True)))
-
-    def cost(self, steps: int, depth: int) -> float:
-        """Estimate the share of attention's pairs that a call computes: of its steps, in ``depth`` self-attentions."""
-        if (config := self.config) is None:
-            return 1.0
-        dense_steps = len(config.dense_steps(steps)) / steps
-        dense_layers = min(1.0, config.dense_layers / depth)
-        return 1 - (1 - dense_steps) * (1 - dense_layers) * (1 - config.density)
+                    yield Candidate(self.config.replace(**{name: ladder[place]}))
 
     @contextmanager
     def applied(self, pipe: Any) -> Iterator[None]:
@@ -108,8 +97,6 @@ class Trial:
     clips: list[dict[str, float]] = field(default_factory=list)
     """For each prompt judged: seconds, psnr, worst_psnr of a frame, ssim, and lpips where installed; means over frames.
     """
-    peak_bytes: int | None = None
-    """Most bytes that the CUDA allocator held; None on other devices."""
     failed: str = ""
     """Why it cannot run."""
     speedup: float = 1.0
@@ -208,68 +195,75 @@ class Tuned:
         return f"No candidate reaches {goal}; the best: {text}"
 
 
-def profiles() -> dict[str, Candidate]:
-    """Return the profiles, from cheap to faithful."""
-    configs = {name: SparseConfig(**settings) for name, settings in reversed(PROFILES.items())}
-    return {name: Candidate(tuple(getattr(one, key) for key in LADDERS)) for name, one in configs.items()}
+@dataclass(frozen=True)
+class Search:
+    """Chooses what to try next: the profiles, neighbours of the best on the ladders, then First Block Cache.
 
-
-def search_rank(trial: Trial, target: Target, steps: int, depth: int) -> tuple[bool, float]:
-    """Rank a trial as :meth:`Target.rank`, for a PSNR by the estimated cost, so that noise decides nothing."""
-    if target.psnr is None or trial.candidate.cache is not None:
-        return target.rank(trial)
-    return target.rank(replace(trial, speedup=1 / trial.candidate.cost(steps, depth)))
-
-
-def next_candidate(
-    trials: Sequence[Trial], target: Target, steps: int, depth: int, cache: bool = False
-) -> Candidate | None:
-    """Choose what to try next: the profiles, neighbours of the best on the ladders, then First Block Cache.
-
-    If the best meets a target PSNR, its cheaper neighbours are tried, and what lies between it and the nearest miss;
-    else its more faithful neighbours. For a speedup it is the other way round. With a target PSNR the choice does not
-    depend on measured times. ``steps`` are of a call, ``depth`` counts the self-attentions of the transformer.
-    ``cache`` tries First Block Cache alone and beside the best patch. None if nothing is left to try.
+    With a target PSNR the choice does not depend on measured times.
     """
 
-    def effect(one: Candidate) -> object:  # with few steps several settings do the same
-        config = one.config
-        return one.cache, config and (config.density, config.dense_steps(steps), config.dense_layers)
+    target: Target
+    steps: int
+    """Denoising steps of a call."""
+    depth: int
+    """Self-attentions of the transformer."""
+    cache: bool = False
+    """Whether to try First Block Cache, alone and beside the best patch."""
 
-    def cost(one: Candidate) -> float:
-        return one.cost(steps, depth)
+    def cost(self, one: Candidate) -> float:
+        """Estimate the share of attention's pairs that a call with a candidate computes."""
+        if one.config is None:
+            return 1.0
+        dense_steps = len(one.config.dense_steps(self.steps)) / self.steps
+        dense_layers = min(1.0, one.config.dense_layers / self.depth)
+        return 1 - (1 - dense_steps) * (1 - dense_layers) * (1 - one.config.density)
 
-    def is_new(one: Candidate) -> bool:
-        is_dense_throughout = one.config is not None and len(one.config.dense_steps(steps)) == steps
-        return effect(one) not in tried and not is_dense_throughout
+    def rank(self, trial: Trial) -> tuple[bool, float]:
+        """Rank as :meth:`Target.rank`, for a PSNR by the estimated cost, so that noise decides nothing."""
+        if self.target.psnr is None or trial.candidate.cache is not None:
+            return self.target.rank(trial)
+        return self.target.rank(replace(trial, speedup=1 / self.cost(trial.candidate)))
 
-    tried = {effect(trial.candidate) for trial in trials}
-    for profile in filter(is_new, profiles().values()):
-        return profile
-    patched = [trial for trial in trials if trial.clips and trial.candidate.config and trial.candidate.cache is None]
+    def next_candidate(self, trials: Sequence[Trial]) -> Candidate | None:
+        """Return what to try after these trials; None if nothing is left.
 
-    def rank(trial: Trial) -> tuple[bool, float]:
-        return search_rank(trial, target, steps, depth)
+        If the best meets a target PSNR, its cheaper neighbours are tried, and what lies between it and the nearest
+        miss; else its more faithful neighbours. For a speedup it is the other way round.
+        """
+        tried = {self._effect(trial.candidate) for trial in trials}
 
-    best = min(patched, key=rank) if patched else None
-    if best is not None:
-        met = target.is_met(best)
-        missed = [trial for trial in patched if not target.is_met(trial)] if met else []
-        towards = 1 if met == (target.psnr is None) else -1  # faithful, or cheap
-        own, found = cost(best.candidate), []
+        def is_new(one: Candidate) -> bool:
+            is_dense = one.config is not None and len(one.config.dense_steps(self.steps)) == self.steps
+            return self._effect(one) not in tried and not is_dense
+
+        for profile in filter(is_new, map(Candidate, PROFILE_CONFIGS.values())):
+            return profile
+        patched = [one for one in trials if one.clips and one.candidate.config and one.candidate.cache is None]
+        best = min(patched, key=self.rank, default=None)
+        if best is not None and (found := list(filter(is_new, self._near(best, patched)))):
+            return min(found, key=self.cost)
+        beside = [None, *([best.candidate.config] if best else [])]
+        cached = [Candidate(config, threshold) for config in beside for threshold in THRESHOLDS]
+        return next((one for one in cached if self.cache and is_new(one)), None)
+
+    def _effect(self, one: Candidate) -> object:
+        config = one.config  # with few steps several settings do the same
+        return one.cache, config and (config.density, config.dense_steps(self.steps), config.dense_layers)
+
+    def _near(self, best: Trial, patched: Sequence[Trial]) -> Iterator[Candidate]:
+        """Yield what may be better than the best trial."""
+        met = self.target.is_met(best)
+        missed = [trial for trial in patched if met and not self.target.is_met(trial)]
+        towards = 1 if met == (self.target.psnr is None) else -1  # faithful, or cheap
+        own = self.cost(best.candidate)
         for one in best.candidate.neighbours():
             is_hopeless = any(
                 all(towards * a >= towards * b for a, b in zip(one.places, trial.candidate.places, strict=True))
                 for trial in missed
             )
-            if towards * cost(one) > towards * own and not is_hopeless:
-                found.append(one)
+            if towards * self.cost(one) > towards * own and not is_hopeless:
+                yield one
         if missed:  # between the nearest miss and the best
-            nearest = min(missed, key=rank).candidate
-            between = sorted((cost(nearest), own))
-            found += [one for one in nearest.neighbours() if between[0] < cost(one) < between[1]]
-        if found := list(filter(is_new, found)):
-            return min(found, key=cost)
-    beside = [None, *([best.candidate.patch] if best else [])]
-    cached = [Candidate(patch, threshold) for patch in beside for threshold in THRESHOLDS]
-    return next((one for one in cached if cache and is_new(one)), None)
+            nearest = min(missed, key=self.rank).candidate
+            low, high = sorted((self.cost(nearest), own))
+            yield from (one for one in nearest.neighbours() if low < self.cost(one) < high)

@@ -62,7 +62,7 @@ def tune_command(
     except KeyboardInterrupt:
         typer.echo("Stopped. The same command goes on.", err=True)
         raise
-    typer.echo(f"Wrote {tuned.file.with_name('tune.html')} and tune.csv")
+    typer.echo(f"Wrote {tuned.file.with_name('tune.html')}")
     if tuned.best.speedup < 1:
         typer.echo("Slower than unpatched: leave the patch off at this size, and tune at the size that you use.")
     typer.echo(str(tuned))

@@ -1,8 +1,7 @@
-"""What ``mhla tune`` writes to look at: strips of frames, the page and the table."""
+"""What ``mhla tune`` writes to look at: strips of frames, and the page."""
 
 import base64
-import csv
-import io
+import math
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -19,8 +18,11 @@ _HEIGHT = 128
 """Pixels of a strip."""
 _STYLE = """
 :root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
-td, th { padding: 0.4rem 0.7rem; text-align: right; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: .9rem; }
+td { padding: .3rem .8rem; border-bottom: 1px solid #8884; text-align: right; }
+td:first-child { text-align: left; }
+tr:first-child { font-weight: bold; }
 img { max-width: 100%; }
 .strips { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; align-items: start; }
 .strips > figure { position: sticky; top: 0; }
@@ -41,46 +43,40 @@ def write_strip(frames: torch.Tensor, file: Path) -> None:
         sheet.resize((round(sheet.width * factor), _HEIGHT), how).save(aside)
 
 
-def write_page(tuned: Tuned, record: Mapping[str, Any], folder: Path) -> None:
-    """Write ``tune.html`` and ``tune.csv``: every candidate, in the order of its trial."""
-    header = ["candidate", "PSNR, dB", "worst clip", "worst frame", "SSIM", "LPIPS", "s a clip", "speedup", "peak GiB"]
-    header.append("prompts")
-    rows = [_cells(number, trial) for number, trial in enumerate(tuned.trials)]
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([header, *rows])
-    write_text(text.getvalue(), folder / "tune.csv")
-    used = [column for column in range(len(header)) if any(row[column] for row in rows)]
+def write_page(tuned: Tuned, record: Mapping[str, Any], file: Path) -> None:
+    """Write every candidate, in the order of its trial, as an HTML page."""
+    header = ("candidate", "PSNR, dB", "worst clip", "worst frame", "SSIM", "LPIPS", "s a clip", "speedup", "prompts")
+    rows = [header, *(_cells(number, trial) for number, trial in enumerate(tuned.trials))]
+    used = [column for column in range(len(header)) if any(row[column] for row in rows[1:])]
+    table = "".join(f"<tr>{''.join(f'<td>{escape(row[i])}</td>' for i in used)}</tr>" for row in rows)
     own, *others = [
         f"<figure><figcaption>{escape(_caption(number, trial))}</figcaption>"
-        f'<img src="data:image/png;base64,{_in_base64(folder / "strips" / f"{number}.png")}"></figure>'
+        f"{_image(file.parent / 'strips' / f'{number}.png')}</figure>"
         for number, trial in enumerate(tuned.trials)
         if trial.clips
     ]
+    title = escape(f"mhla tune: {record['model']}")
     call = ", ".join(f"{name} {value}" for name, value in record.items() if name != "prompts")
-    body = f"<style>{_STYLE}</style><p><strong>{escape(str(tuned))}</strong></p><p>{escape(call)}</p>"
-    body += f"<ol>{''.join(f'<li>{escape(prompt)}</li>' for prompt in tuned.prompts)}</ol>"
-    lines = ["".join(f"<td>{escape(row[column])}</td>" for column in used) for row in (header, *rows)]
-    body += f'<div style="overflow-x: auto"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
+    body = f"<h1>{title}</h1><p><strong>{escape(str(tuned))}</strong></p><p>{escape(call)}</p>"
+    body += f"<ol>{''.join(f'<li>{escape(prompt)}</li>' for prompt in tuned.prompts)}</ol><table>{table}</table>"
     body += "".join(f"<p>{escape(remark)}</p>" for remark in tuned.remarks)
     body += f'<h2>{escape(tuned.prompts[0])}</h2><div class="strips">{own}<div>{"".join(others)}</div></div>'
-    title = escape(f"mhla tune: {record['model']}")
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
-    write_text(f"{head}{body}</html>\n", folder / "tune.html")
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    write_text(f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n", file)
 
 
-def _in_base64(file: Path) -> str:
-    return base64.b64encode(file.read_bytes()).decode("ascii")
+def _image(file: Path) -> str:
+    return f'<img src="data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}">'
 
 
 def _cells(number: int, trial: Trial) -> list[str]:
     """Return the cells of a candidate; what does not apply is empty."""
     if not trial.clips:
-        return [f"{number}: {trial.candidate.name} failed: {trial.failed}", *[""] * 9]
-    peak = "" if trial.peak_bytes is None else f"{trial.peak_bytes / 2**30:.2f}"
+        return [f"{number}: {trial.candidate.name} failed: {trial.failed}", *[""] * 8]
     means = [trial.mean("ssim"), trial.mean("lpips")]
     judged = [f"{value:.1f}" for value in (trial.psnr, trial.worst_clip, trial.worst_frame)]
-    judged += ["" if value != value else f"{value:.3f}" for value in means]
-    times = [f"{trial.mean('seconds'):.3g}", f"{trial.speedup:.2f}x", peak, str(len(trial.clips))]
+    judged += ["" if math.isnan(value) else f"{value:.3f}" for value in means]
+    times = [f"{trial.mean('seconds'):.3g}", f"{trial.speedup:.2f}x", str(len(trial.clips))]
     return [f"{number}: {trial.candidate.name}", *(judged if number else [""] * len(judged)), *times]
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from ..benchmark.measure import gather_conditions, timed
 from ..benchmark.operator import SOFTMAX
 from ..benchmark.pipeline import frames_of
-from ..config import USUAL_STEPS, Patch
+from ..config import USUAL_STEPS, Patch, SparseConfig
 from ..errors import check
 from ..families import get_family
 from ..files import (
@@ -34,8 +34,8 @@ from ..files import (
 from ..generation.similarity import Similarity, load_similarities
 from ..patching import find_transformers, is_patched
 from ..reporting import progress
-from ..settings import Positive, PositiveInteger, check_value, differences
-from .candidates import Candidate, Target, Trial, Tuned, next_candidate, search_rank
+from ..settings import PositiveInteger, check_value, differences
+from .candidates import Candidate, Search, Target, Trial, Tuned
 from .page import write_page, write_strip
 
 VERIFIED = 3
@@ -57,7 +57,7 @@ def tune(
 ) -> Tuned:
     """Find the settings of sparse attention that suit a pipeline, by calling it.
 
-    The first prompt decides what is tried next; the three best are judged by all. Writes ``tune.html``, ``tune.csv``
+    The first prompt decides what is tried next; the three best are judged by all. Writes ``tune.html``
     and ``best.yaml``, and goes on where an earlier run with the same ``settings`` stopped.
 
     Args:
@@ -79,7 +79,6 @@ def tune(
     """
     target, folder = Target(psnr, speedup), Path(output)
     check_value("prompts", prompts, Annotated[Sequence[str], Field(min_length=1)])
-    check_value("minutes", minutes, Positive)
     check_value("steps", steps, PositiveInteger)
     transformer = next(iter(find_transformers(pipe).values()))
     family, device = get_family(transformer), next(transformer.parameters()).device
@@ -95,18 +94,14 @@ def tune(
     model = str((settings or {}).get("model") or getattr(pipe, "name_or_path", ""))
     record = {"model": model, **(settings or {}), "prompts": list(prompts), "steps": steps}
     record |= {"device": gather_conditions(device)["device"], "transformer": type(transformer).__name__}
-    depth = len(family.self_attentions(transformer))
-
-    def choose(trials: Sequence[Trial]) -> Candidate | None:
-        return next_candidate(trials, target, steps, depth, cache)
-
+    search = Search(target, steps, len(family.self_attentions(transformer)), cache)
     measures, remarks = load_similarities(str(device))
     ends = time.monotonic() + 60 * minutes
     with folder_for_results(folder):
         tuned = Tuned(target, prompts, _read_run(folder, record), remarks, folder / "best.yaml")
         try:
             with progress(total=round(60 * minutes), unit="s", leave=False) as bar:
-                for trial in _work(tuned, ends, choose, lambda trial: search_rank(trial, target, steps, depth)):
+                for trial in _work(tuned, ends, search):
                     index = len(trial.clips)
                     bar.set_description(f"{trial.candidate.name}, prompt {index + 1} of {len(prompts)}")
                     if not tuned.trials[0].clips and device.type != "cpu":
@@ -120,7 +115,7 @@ def tune(
         finally:  # interrupted as well
             if any(trial.clips for trial in tuned.trials[1:]):
                 _write_best(tuned, family.name, model)
-                write_page(tuned, record, folder)
+                write_page(tuned, record, folder / "tune.html")
         _ = tuned.best  # raises without one
     return tuned
 
@@ -140,18 +135,13 @@ def _read_run(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
     check(not changed, f"{folder} holds another run ({'; '.join(changed)}); choose another folder.")
     trials = []
     for line in read_json_lines(lines):
-        patch, cache = line["candidate"]["patch"], line["candidate"]["cache"]
-        candidate = Candidate(None if patch is None else tuple(patch), cache)
-        trials.append(Trial(candidate, line["clips"], line["peak_bytes"], line["failed"], line["speedup"]))
+        config, threshold = line["candidate"]["config"], line["candidate"]["cache"]
+        candidate = Candidate(config and SparseConfig(**config), threshold)
+        trials.append(Trial(candidate, line["clips"], line["failed"], line["speedup"]))
     return trials
 
 
-def _work(
-    tuned: Tuned,
-    ends: float,
-    choose: Callable[[Sequence[Trial]], Candidate | None],
-    rank: Callable[[Trial], tuple[bool, float]],
-) -> Iterator[Trial]:
+def _work(tuned: Tuned, ends: float, search: Search) -> Iterator[Trial]:
     """Yield the trial to judge by its next prompt, until all are judged or time is up.
 
     Time for judging the best by the other prompts is kept back.
@@ -162,13 +152,13 @@ def _work(
     kept_back = VERIFIED * (count - 1) * trials[0].mean("seconds") if trials[0].clips else 0.0
     while time.monotonic() < ends:
         able = [trial for trial in trials[1:] if trial.clips]
-        candidate = choose(trials[1:]) if not able or time.monotonic() < ends - kept_back else None
+        candidate = search.next_candidate(trials[1:]) if not able or time.monotonic() < ends - kept_back else None
         if candidate is not None:
             trials.append(Trial(candidate))
             yield trials[-1]
             continue
         has_cache = any(trial.candidate.cache is not None for trial in able)  # whose cost only a clock tells
-        best = sorted(able, key=tuned.target.rank if has_cache else rank)[:VERIFIED]
+        best = sorted(able, key=tuned.target.rank if has_cache else search.rank)[:VERIFIED]
         unfinished = next((trial for trial in best if len(trial.clips) < count), None)
         if unfinished is None:
             return
@@ -188,14 +178,12 @@ def _judge(
     unpatched, index = tuned.trials[0], len(trial.clips)
     try:
         with trial.candidate.applied(pipe):
-            seconds, peak, sample = timed(run, device)
+            seconds, _, sample = timed(run, device)
     except (RuntimeError, ValueError) as error:  # out of memory, or settings that this call does not have
         if trial is unpatched:
             raise
         trial.failed, trial.clips = str(error).partition("\n")[0], []
         return
-    if peak is not None:
-        trial.peak_bytes = max(trial.peak_bytes or 0, peak)
     frames, file = frames_of(sample), folder / "unpatched" / f"{index}.safetensors"
     if trial is unpatched:
         write_tensors({"frames": frames.contiguous()}, file)

@@ -22,7 +22,6 @@ from typing import Any
 from mhla_diffusers import MHLAConfig
 from mhla_diffusers.config import PatchConfig
 from mhla_diffusers.files import read_json
-from mhla_diffusers.reporting import mean_and_spread, write_table
 from mhla_diffusers.training import ObjectiveWeights
 from studies.adaptation.adaptation import (
     ADAPTED_RECORD,
@@ -34,6 +33,7 @@ from studies.adaptation.adaptation import (
     variants,
 )
 from studies.adaptation.digits import TINY
+from studies.tables import mean_and_spread, write_table
 
 FINE = (3, 4, 4)
 """Blocks on the token grid 9x8x8: 48 of 12 tokens."""

@@ -25,9 +25,10 @@ from mhla_diffusers import apply_mhla
 from mhla_diffusers.auditing import TransformerCall
 from mhla_diffusers.files import write_json
 from mhla_diffusers.patching import register_mixing_clip
-from mhla_diffusers.reporting import mean_and_spread, require_matplotlib, write_table
+from mhla_diffusers.reporting import require_matplotlib
 from studies.adaptation.digits import Digits, load_digits
 from studies.analysis.matrices import each_attention_matrix, entropy, rank
+from studies.tables import mean_and_spread, write_table
 
 SIZE, PATCH, DIGIT = 64, 8, 16
 """Pixels of a picture, a patch and a digit. Digits lie at multiples of a patch, so that a model learns in minutes."""

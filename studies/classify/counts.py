@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vlt import vlt_s, vlt_t
 
 from mhla_diffusers import apply_mhla
-from mhla_diffusers.reporting import write_table
+from studies.tables import write_table
 
 WEIGHTS = ("aten.addmm", "aten.mm", "aten.convolution")
 """Operators that multiply an input with weights; others multiply what attention has made of it."""

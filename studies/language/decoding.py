@@ -14,7 +14,8 @@ import torch
 from mhla_llama import MHLACache, apply_mhla, cache_bytes
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from mhla_diffusers.reporting import scaled, write_table
+from mhla_diffusers.reporting import scaled
+from studies.tables import write_table
 
 NAMES = ("softmax", "MHLA, softmax in the own block", "MHLA")
 AT_ONCE = 1024

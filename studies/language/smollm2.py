@@ -31,7 +31,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mhla_diffusers.reporting import scaled, write_table
+from mhla_diffusers.reporting import scaled
+from studies.tables import write_table
 
 HERE = Path(__file__).parent
 FOLDER = Path("outputs/smollm2")

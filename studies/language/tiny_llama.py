@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from mhla_diffusers.reporting import mean_and_spread, write_table
+from studies.tables import mean_and_spread, write_table
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,10 @@ from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.families import get_family, predict
 from mhla_diffusers.files import check_writable, read_json, write_json, write_tensors, written_aside
 from mhla_diffusers.patching import find_patched
-from mhla_diffusers.reporting import require_matplotlib, write_table
+from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.training import ObjectiveWeights, TrainingConfig, ValidationConfig, begin_with, train
 from studies.adaptation.adaptation import DIFFUSION
+from studies.tables import write_table
 
 TEXT_DIM, DIGITS = 64, 3
 """Channels of a caption's words, and digits of a scene."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.reporting import write_table
 from studies.adaptation.adaptation import DIFFUSION, Adaptation, held_out_curve
 from studies.adaptation.digits import TINY
+from studies.tables import write_table
 
 _LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 8, "lora_layers": "blocks"}
 RUNS: dict[str, dict[str, Any]] = {

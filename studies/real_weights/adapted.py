@@ -26,7 +26,7 @@ from torch import nn
 
 from mhla_diffusers.attention import clip_mixing_
 from mhla_diffusers.files import write_json
-from mhla_diffusers.reporting import mean_and_spread, write_table
+from studies.tables import mean_and_spread, write_table
 
 HERE = Path(__file__).parent
 PIXELS, BATCH = 518, 2

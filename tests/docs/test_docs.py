@@ -124,13 +124,6 @@ def test_commands_at_the_head_of_a_configuration_are_there(file):
         check(shlex.split(text.replace('accelerate launch "$(command -v mhla)"', "mhla")))
 
 
-def test_blocks_are_of_a_language_that_is_run():
-    assert {snippet.language for snippet in ALL} <= {"", "bash", "python", "yaml"}
-    for snippet in ALL:
-        if not snippet.language:
-            assert not re.search(r"^(\$ |mhla |python |pip |import |from )", snippet.text, re.MULTILINE), snippet.where
-
-
 def test_what_is_replaced_or_left_out_stands_in_the_pages():
     """A table that says more than the pages would hide what they no longer say."""
     texts = [snippet.text for snippet in CODE]

@@ -68,20 +68,13 @@ def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
     assert written["clip_score"] == pytest.approx(float(scores.mean()), abs=1e-3)
 
 
-def test_sets_are_looked_at_before_a_model_is_looked_for(tmp_path):
-    """One that is not here would be asked of the Hub."""
-    for command in (("clip", tmp_path, "--model"), ("compare", tmp_path, tmp_path, "--clip-model")):
-        ended = mhla("eval", *command, tmp_path / "no-model")
-        assert isinstance(ended.exception, FileNotFoundError)
-        assert "has no samples.json" in str(ended.exception)
-
-
-def test_a_model_that_is_not_here_is_said_at_once(tmp_path, monkeypatch):
+def test_sets_are_looked_at_before_a_model_and_one_that_is_not_here_is_said_at_once(tmp_path, monkeypatch):
     """The Hub's client would try for most of a minute."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for command in (("clip", tmp_path, "--model"), ("compare", tmp_path, tmp_path, "--clip-model")):
+        assert "has no samples.json" in str(mhla("eval", *command, "no/model").exception)
     folder = write_set(write_pictures(tmp_path / "set", 1, size=16), ["a"])
-    for model, named in (("openai/clip-vit-large-patch14", "HF_HUB_OFFLINE"), (tmp_path / "no-model", "no-model")):
-        assert named in str(mhla("eval", "clip", folder, "--model", model).exception)
+    assert "HF_HUB_OFFLINE" in str(mhla("eval", "clip", folder, "--model", "no/model").exception)
 
 
 def test_weights_that_lack_tensors_are_refused(clip_folder, tmp_path):

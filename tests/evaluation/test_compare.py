@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from mhla_diffusers.evaluation.compare import compare_sets, mean_of, read_variants
-from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
+from mhla_diffusers.evaluation.compare import compare_sets, mean_of
 from mhla_diffusers.generation.record import Record, Sample, write_video
 from mhla_diffusers.generation.similarity import psnr
 
@@ -123,18 +122,6 @@ def undefined(images, texts):
 def test_sets_that_cannot_be_compared_are_refused(folders, change, options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         compare_sets(change(folders), **options)
-
-
-def test_what_mhla_generate_wrote_is_compared(tmp_path):
-    settings = {"num_inference_steps": 1}
-    for name, patch in (("softmax", None), ("linear", "dit-xl-2-256")):
-        for seeds in ((0,), (5, 0)):  # one after the other into a folder, whose list then holds both
-            samples = plan_samples(["a seven", "3"], ".png", seeds)
-            list(generate(SampleSet("dit", samples, tmp_path / name, seed=None, patch=patch, settings=settings)))
-    variants = read_variants([tmp_path / "softmax", tmp_path / "linear"])
-    found = {sample.file: (sample.text, sample.seed) for sample in variants[0].record.samples}
-    prompts = enumerate((("a-seven", "a seven"), ("3", "3")))
-    assert found == {f"000{n}-{s}-{name}.png": (text, s) for n, (name, text) in prompts for s in (0, 5)}
 
 
 def test_command(tmp_path, monkeypatch):

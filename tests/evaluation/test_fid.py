@@ -39,18 +39,13 @@ def test_published_statistics_are_read_and_damaged_ones_refused(folders, tmp_pat
     mean, covariance = (x.numpy() for x in moments(extract_features(folders[1], blocks)))
     numpy.savez(file, mu=mean, sigma=covariance)
     assert measure(folders[0], file) == pytest.approx(measure(*folders))
-    flipped = bytearray(file.read_bytes())
-    flipped[len(flipped) // 2] ^= 64
-    for write in (
-        lambda: numpy.savez(file, mu=mean * numpy.nan, sigma=covariance),
-        lambda: numpy.savez(file, mu=numpy.array([None, *mean[1:]]), sigma=covariance),
-        lambda: numpy.savez(file, arr_0=mean),
-        lambda: file.write_bytes(flipped),
-        lambda: file.write_text("no zip"),
-    ):
-        write()
+    for content in ({"mu": mean * numpy.nan, "sigma": covariance}, {"arr_0": mean}):
+        numpy.savez(file, **content)
         with refused("published.npz"):
             measure(folders[0], file)
+    file.write_bytes(file.read_bytes()[:-60])
+    with refused("published.npz"):
+        measure(folders[0], file)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +61,11 @@ def test_features_that_are_not_finite_rows_are_refused(folders, features, named)
         measure(*folders, features)
 
 
-def test_a_set_is_scored_without_what_its_list_does_not_name(folders):
+def test_a_folder_is_what_its_list_names_or_all_sizes_and_damage_is_named(folders):
     before = measure(*folders)
-    write_pictures(folders[0] / "others", 3, seed=9)
-    assert measure(write_set(folders[0], ["a"] * 80), folders[1]) == before
-
-
-def test_folders_of_several_sizes_are_measured_and_damage_is_named(folders):
     write_pictures(folders[0] / "larger", 4, size=16)
     assert measure(*folders)["samples"] == 84
+    assert measure(write_set(folders[0], ["a"] * 80), folders[1]) == before
     (folders[0] / "0003.png").write_bytes((folders[0] / "0003.png").read_bytes()[:60])
     with refused("0003.png"):
         measure(*folders)

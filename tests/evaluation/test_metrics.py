@@ -32,14 +32,6 @@ def test_frechet_distance_agrees_with_the_matrix_square_root(dimensions, samples
     assert frechet_distance(first, second) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "value"),
-    [
-        (torch.zeros(1, 4), torch.zeros(5, 4), "(1, 4)"),
-        (torch.zeros(5), torch.zeros(5, 4), "(5,)"),
-        (torch.zeros(5, 4), torch.zeros(5, 5), "4 and 5 channels"),
-    ],
-)
-def test_sets_that_have_no_distance_are_refused(first, second, value):
-    with refused(value):
-        frechet_distance(first, second)
+def test_sets_of_different_extractors_have_no_distance():
+    with refused("4 and 5 channels"):
+        frechet_distance(torch.zeros(5, 4), torch.zeros(5, 5))

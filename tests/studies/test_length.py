@@ -77,11 +77,6 @@ def test_a_row_that_cannot_be_made_says_why_and_the_others_follow(script, tmp_pa
     assert len(failed) == 5
 
 
-def test_rows_have_files_of_their_own(script):
-    names = [row.file_name for row in script.rows_of(script.REAL)]
-    assert len(set(names)) == len(names) and not any("/" in name for name in names)
-
-
 def test_scenes_come_from_their_seed_and_a_short_clip_is_the_beginning_of_a_long_one(script):
     scenes = script.Scenes("held-out", 32, 4, 3, torch.device("cpu"))
     clips, again, other = scenes.draw(1, 2), scenes.draw(1, 2), scenes.draw(2, 2)

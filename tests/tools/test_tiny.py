@@ -63,15 +63,6 @@ def test_a_pipeline_is_made_kept_and_installed(making, tmp_path, monkeypatch, as
     assert picture.shape == (1, 64, 64)
 
 
-@pytest.mark.slow
-def test_clips_are_learned_after_single_frames(making, tmp_path):
-    phases = making.Phase("single", 2, 2, 1e-3, frames=1), making.Phase("whole", 2, 1, 1e-3)
-    pipe = making.train_pipeline(quick(making, "wan", 2, *phases), tmp_path)
-    tiny = TINY["wan"]
-    (clip,) = generate_scenes(pipe, tiny, [tiny.random_scene(random.Random(0))], 0, num_inference_steps=1)
-    assert clip.shape == (9, 64, 64)
-
-
 def settings(part):
     learned = {"scaling_factor", "latents_mean", "latents_std"}
     found = json.loads(part.to_json_string())
@@ -163,10 +154,3 @@ def test_the_causal_patch_ships_adapted_by_the_configuration_that_ships(monkeypa
     pipes = adaptation.load_variant(tiny, variant), held_out.patched(variant.patch)
     adapted, fresh = (fmean(held_out.held_out_losses(pipe)) for pipe in pipes)
     assert adapted < fresh
-
-
-def test_unknown_variants_are_named(monkeypatch, capsys, tmp_path):
-    script = load_script("tools/adapt_tiny.py", monkeypatch)
-    with pytest.raises(SystemExit):
-        run_script(script, monkeypatch, "dit", "--only", "best", "--output", tmp_path)
-    assert "--only best: allowed: control, linear, mhla, hybrid, sparse" in capsys.readouterr().err
