@@ -70,7 +70,7 @@ if TYPE_CHECKING:
         save_mhla,
         set_attn_processor,
     )
-    from .tuning import tune
+    from .tuning.run import tune
 else:
     # so that neither this import nor mhla --help waits for torch
     __getattr__, __dir__ = lazy_names(
@@ -80,6 +80,6 @@ else:
             ".config",
             ".patching",
             ".auditing",
-            ".tuning",
+            ".tuning.run",
         ),
     )

@@ -10,8 +10,8 @@ import torch
 import mhla_diffusers as mhla
 from mhla_diffusers.config import NOTHING_DENSE, SparseConfig, load_patch
 from mhla_diffusers.tiny import load_tiny
-from mhla_diffusers.tuning import tune
 from mhla_diffusers.tuning.candidates import PROFILE_CONFIGS, Candidate, Search, Target, Trial
+from mhla_diffusers.tuning.run import tune
 
 from .evaluation.pictures import mhla as command
 from .refusals import refused

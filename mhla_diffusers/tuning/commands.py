@@ -32,7 +32,8 @@ def tune_command(
     from ..config import USUAL_STEPS
     from ..devices import device_and_type
     from ..tiny import TINY
-    from . import Target, tune
+    from .candidates import Target
+    from .run import tune
 
     Target(psnr, speedup)  # raises before a pipeline is loaded
     texts, (place, precision) = read_prompts(prompts), device_and_type(device, dtype)
