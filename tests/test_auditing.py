@@ -2,18 +2,15 @@
 
 import json
 
-import numpy
 import pytest
 import torch
 from diffusers import SanaPAGPipeline
-from PIL import Image
 
 import mhla_diffusers as mhla
 from mhla_diffusers import SparseConfig
 from mhla_diffusers.attention import SparseCall, with_lists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.sparse import key_block_of_tokens
-from mhla_diffusers.auditing import draw_audit
 from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.families import get_family
 
@@ -73,8 +70,7 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change_and_the_model_i
 def test_a_patch_that_changes_nothing_has_no_error():
     _, found = audited("wan", **SPARSE, density=1.0)
     # the same sums in another order
-    assert all(layer.error < 1e-5 for layer in found.layers)
-    assert all(layer.mass_kept == pytest.approx(1, abs=1e-5) for layer in found.layers)
+    assert all(layer.error < 1e-5 and layer.mass_kept == pytest.approx(1, abs=1e-5) for layer in found.layers)
     assert found.moves < 1e-10
 
 
@@ -174,24 +170,6 @@ def test_what_cannot_be_audited_is_refused():
     assert not any(len(attn._forward_hooks) for attn in model.modules() if hasattr(attn, "to_out"))
 
 
-def test_the_picture_is_brighter_where_the_error_is_and_grey_where_nothing_ran(tmp_path):
-    pytest.importorskip("matplotlib")
-    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1))
-    found = mhla.audit(pipe, lambda: generate("wan22", pipe))
-    for layer in found.layers:
-        layer.errors[:] = 0
-    dark = pixels(draw_audit(found, tmp_path / "dark.png"))
-    grey = (dark == 204).all(dim=-1).double().mean()
-    assert grey > 0.05
-    found.layers[0].errors[:] = found.layers[0].squares
-    assert pixels(draw_audit(found, tmp_path / "bright.png")).float().mean() > dark.float().mean() + 1
-
-
-def pixels(file):
-    with Image.open(file) as image:
-        return torch.tensor(numpy.array(image.convert("RGB")))
-
-
 HEAD = "family: dit\nbase_model: tiny-dit\ndescription: half\npatch:\n"
 
 
@@ -204,7 +182,7 @@ def test_the_command_prints_and_writes(tmp_path):
     assert all(text in shown.output for text in ("worst head", "mass kept", "together the patch moves", "audit.png"))
     written = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert len(written["layers"][0]["errors_of_steps"]) == 2
-    assert Image.open(tmp_path / "out" / "audit.png").width > 100
+    assert (tmp_path / "out" / "audit.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

@@ -64,19 +64,6 @@ def test_a_study_that_is_ended_goes_on(script, tmp_path, monkeypatch, capsys):
     assert before == {file: file.stat().st_mtime_ns for file in tmp_path.glob("rows/*")}
 
 
-def test_a_row_that_cannot_be_made_says_why_and_the_others_follow(script, tmp_path, monkeypatch):
-    def refuse(study, row):
-        raise ValueError(f"no {row.name}")
-
-    for name in ("prepare_classifier", "train_softmax"):
-        monkeypatch.setattr(script.Study, name, lambda study: True)
-    monkeypatch.setattr(script.Study, "make", refuse)
-    assert script.run(script.Study(script.TOY, torch.device("cpu"), tmp_path))
-    failed = [json.loads(file.read_text())["failed"] for file in sorted(tmp_path.glob("rows/*"))]
-    assert failed[:2] == ["ValueError: no softmax", "ValueError: no MHLA"]
-    assert len(failed) == 5
-
-
 def test_scenes_come_from_their_seed_and_a_short_clip_is_the_beginning_of_a_long_one(script):
     scenes = script.Scenes("held-out", 32, 4, 3, torch.device("cpu"))
     clips, again, other = scenes.draw(1, 2), scenes.draw(1, 2), scenes.draw(2, 2)
