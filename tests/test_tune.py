@@ -93,7 +93,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, pipe):
 def test_what_no_candidate_reaches_ends_with_the_best(tmp_path, pipe):
     file = tmp_path / "prompts.txt"
     file.write_text(PROMPTS[0])
-    options = ("--steps", STEPS, "--frames", 2, "--speedup", 1000, "--minutes", 0.03, "--device", "cpu")
+    options = ("--steps", STEPS, "--frames", 2, "--speedup", 1000, "--minutes", 0.1, "--device", "cpu")
     result = command("tune", "tiny-wan", "--prompts", file, *options, "--output", tmp_path / "run")
     assert result.exit_code == 3
     assert "No candidate reaches 1000x; the best: " in result.stdout and "best.yaml" in result.stdout
@@ -110,9 +110,10 @@ def test_a_step_cache_is_tried_alone_and_beside_the_best(tmp_path, pipe):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, pipe):
-    """The folder of a short run."""
+    """The folder of a run that was interrupted."""
     folder = tmp_path_factory.mktemp("stored") / "run"
-    tune(pipe, call(pipe), PROMPTS[:1], folder, psnr=5, steps=STEPS, minutes=0.02, settings={"model": "tiny"})
+    with pytest.raises(KeyboardInterrupt):
+        tune(pipe, call(pipe, count(), 3), PROMPTS[:1], folder, psnr=5, steps=STEPS, settings={"model": "tiny"})
     return folder
 
 
