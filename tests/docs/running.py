@@ -100,7 +100,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # choosing settings
-    (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2 --minutes 0.2"),
+    (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2"),
     # measuring
     (r"^mhla check\b.*", "mhla check --model tiny-dit"),
     (r"bench op --model wan2.1-1.3b --size 480x800", "bench op --model tiny-dit --seconds 0.01"),
