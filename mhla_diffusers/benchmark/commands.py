@@ -92,6 +92,6 @@ def bench_pipeline(
     kind = str(dtype).removeprefix("torch.")
     choice = choose_pipeline(model, device=str(device), dtype=kind, settings=options["settings"])
     results = Results("pipeline", device, dtype, options["output"])
-    prompts = () if prompt_file is None else read_prompts(prompt_file)
+    prompts = [] if prompt_file is None else [prompt for prompt, _ in read_prompts(prompt_file)]
     benchmark_pipeline(choice, patch or (), results, prompts, options["patch_settings"], repetitions)
     results.finish()

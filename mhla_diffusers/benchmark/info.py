@@ -18,6 +18,7 @@ from ..config import (
     patch_names,
 )
 from ..families import families
+from ..generation.pipelines import has_weights
 from ..patching import read_record
 from ..patching.describe import dense_in_words
 from ..reporting import scaled, text_table, times, wrap
@@ -116,31 +117,23 @@ def print_model(
 
 
 def _first_config(patch: str) -> tuple[str, PatchConfig]:
-    folder = _saved_folder(patch)
-    if folder is None:
+    if not has_weights(patch):
         ready = load_patch(patch)
         return ready.family, ready.patch
-    part = next(iter(read_record(folder).transformers.values()))
+    part = next(iter(read_record(adapted_patches().get(patch) or Path(patch)).transformers.values()))
     return part.family, PatchConfig.read(part.patch)
 
 
 def print_any_patch(patch: str) -> None:
-    """Print a preset by its name or YAML path, or a saved patch by its folder."""
-    folder = _saved_folder(patch)
-    if folder is None:
+    """Print a preset by its name or YAML path, or a saved patch by its name or folder."""
+    _, config = _first_config(patch)
+    if not has_weights(patch):
         preset = load_patch(patch)
-        _say(f"{patch} runs {summary_of(preset.patch)}\n")
+        _say(f"{patch} runs {summary_of(config)}\n")
         return _print_table(preset.description, ["setting", "value"], _rows(preset.to_dict()))
-    record = read_record(folder)
-    runs = dict.fromkeys(PatchConfig.read(part.patch).attention for part in record.transformers.values())
-    _say(f"{folder} was saved with what it has learned, for load_mhla(): {' and '.join(runs)}\n")
+    _say(f"{patch} was saved with what it has learned, for load_mhla(): {config.attention}\n")
+    record = read_record(adapted_patches().get(patch) or Path(patch))
     _print_table("Saved patch", ["record", "value"], _rows(record.to_dict()))
-
-
-def _saved_folder(patch: str) -> Path | None:
-    if patch in patch_names():
-        return None
-    return adapted_patches().get(patch) or (Path(patch) if Path(patch).is_dir() else None)
 
 
 def _rows(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -1,12 +1,10 @@
 """Times whole pipeline calls, unpatched and patched, and compares their samples."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy
@@ -63,13 +61,13 @@ def benchmark_pipeline(
             raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
     texts = prompts or (("3",) if choice.of_family.calling.prompts_are_classes else ("a seven",))
     pipe = choice.load(texts)
-    model = choice.model or f"tiny-{choice.family}"
     settings = [f"{name}={x}" for name, x in {**choice.settings, **changes}.items()]
-    case = ", ".join([model, *settings, *([f"{len(prompts)} prompts"] if prompts else [])])
+    case = ", ".join([choice.model, *settings, *([f"{len(prompts)} prompts"] if prompts else [])])
     names = (UNPATCHED, *(patches or PROFILES))
     rows = {name: Row(name, case, "whole call", baseline=name == UNPATCHED) for name in names}
     references: dict[str, torch.Tensor] = {}
-    calls: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    similar: dict[str, list[list[float]]] = {name: [] for name in names}
     peaks: dict[str, int | None] = {}
     turns = [(0, texts[0], name) for name in names]
     turns += [(turn, text, name) for turn in range(1, 1 + repetitions) for text in texts for name in names]
@@ -84,18 +82,17 @@ def benchmark_pipeline(
             rows[name] = refused(rows[name], error)
             continue
         frames = frames_of(sample)
-        similar = similarities(frames, references[text]) if text in references else {}
+        if turn:
+            times[name].append(seconds)
+            if text in references:
+                similar[name].append([measure(frames, references[text]).mean().item() for measure in (psnr, ssim)])
         if name == UNPATCHED:
             references.setdefault(text, frames)
-        if turn:
-            calls[name].append({"seconds": seconds, **similar})
-    for name, row in rows.items():
-        if not row.reason:
-            means: dict[str, Any] = {}
-            for key in ("psnr", "ssim"):
-                if values := [one[key] for one in calls[name] if key in one]:
-                    means[key] = fmean(values)
-            rows[name] = replace(measured(row, [one["seconds"] for one in calls[name]], peaks[name]), **means)
+    for name in [name for name, row in rows.items() if not row.reason]:
+        rows[name] = measured(rows[name], times[name], peaks[name])
+        if similar[name]:
+            means = torch.tensor(similar[name]).mean(dim=0).tolist()
+            rows[name] = replace(rows[name], psnr=means[0], ssim=means[1])
     results.add(list(rows.values()))
 
 
@@ -110,9 +107,3 @@ def frames_of(sample: Any) -> torch.Tensor:
     if frames.is_floating_point():
         frames = (255 * frames.float().clamp(0, 1)).round().to(torch.uint8)
     return (frames if frames.ndim == 4 else frames[None]).movedim(-1, 1)
-
-
-def similarities(frames: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    """Return ``psnr`` in dB and ``ssim`` of uint8 frames (F, 3, H, W), means of the frames large enough for them."""
-    found = {"psnr": psnr(frames, reference).mean().item(), "ssim": ssim(frames, reference).mean().item()}
-    return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -1,6 +1,7 @@
 """``mhla eval``."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -151,7 +152,7 @@ def set_options(
     batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
 ) -> dict[str, Any]:
     """Return the options of every set as arguments of :class:`SampleSet`."""
-    return {"family": family, "seed": seed, "batch_size": batch_size}
+    return {"family": family, "set_seed": seed, "batch_size": batch_size}
 
 
 _SAMPLES = expand_options(pipeline_options, patch_options, set_options)
@@ -165,12 +166,12 @@ def classes(
     options: dict[str, Any],
 ) -> None:
     """Images of classes, each as often as any other, as FID on ImageNet needs them."""
-    from ..generation.pipelines import class_count, family_named
+    from ..generation.pipelines import classes_of, family_named
 
     family = options["family"]
     if not family_named(family).calling.prompts_are_classes:
         raise ValueError(f"{family} takes text, not classes; use mhla generate {family} --prompt-file FILE.")
-    labels = class_count(options["model"], family)
+    _, labels = classes_of(options["model"] or f"tiny-{family}", family_named(family))
     _generate(options, output, [Sample(f"{number:06d}.png", str(number % labels)) for number in range(count)])
 
 
@@ -201,7 +202,11 @@ def vbench_set(
 
 def _generate(options: dict[str, Any], output: Path, chosen: list[Sample]) -> None:
     from ..generation.generate import SampleSet, generate_share
+    from ..generation.noise import generator_for
 
-    config = SampleSet(**options, samples=chosen, output=output)
+    seed = options.pop("set_seed")
+    seeds = [generator_for(seed, "sample", one.file).initial_seed() for one in chosen]
+    samples = [replace(one, seed=own) for one, own in zip(chosen, seeds, strict=True)]
+    config = SampleSet(**options, samples=samples, output=output)
     if list(progress(generate_share(config), desc="samples", leave=False)):  # the main process alone
         typer.echo(f"{output} holds {len(chosen)} samples.")

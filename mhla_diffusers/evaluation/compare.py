@@ -64,7 +64,7 @@ def read_variants(folders: Sequence[Path]) -> list[Variant]:
     variants = [Variant(folder, require_samples(folder)) for folder in folders]
     check_unique([variant.name for variant in variants], "Rows are named after folders, and the name")
     for first, second in pairwise(variants):
-        for name in ("family", "model", "model_content", "dtype", "seed", "settings"):
+        for name in ("family", "model", "model_content", "dtype", "settings"):
             one, other = first.record.choices.get(name), second.record.choices.get(name)
             if one != other:
                 raise ValueError(

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .names import expand_options, patch_options, pipeline_options, read_prompt_table
+from .names import expand_options, patch_options, pipeline_options, read_prompts
 
 
 @expand_options(pipeline_options, patch_options)
@@ -36,14 +36,14 @@ def generate_command(
 
     calling = family_named(family).calling
     rows: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts or ()]
-    rows += read_prompt_table(prompt_file) if prompt_file is not None else ()
+    rows += read_prompts(prompt_file) if prompt_file is not None else ()
     if not rows:
         example = "seven" if calling.prompts_are_classes else '"a seven moving left"'
         raise ValueError(f"No prompt: type mhla generate {family} {example}, or give --prompt-file FILE.")
     images = [own or image for _, own in rows]
     samples = plan_samples([prompt for prompt, _ in rows], calling.suffix, seeds or (0,), images)
     folder = output or Path("outputs", family)
-    chosen = SampleSet(family, samples, folder, seed=None, **options)
+    chosen = SampleSet(family, samples, folder, **options)
     typer.echo(chosen.summary, err=True)
-    for sample, made in generate_share(chosen, show_steps=True):
+    for sample, made in generate_share(chosen):
         typer.echo(f"{'wrote' if made else 'kept '} {folder / sample.file}")

@@ -1,26 +1,21 @@
 """Generate images and videos into a folder: resumable, with noise that does not depend on batches or processes."""
 
 import hashlib
-import inspect
+import re
 import sys
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
 
 from ..devices import launched_on_cpus
-from ..families.calling import takes_picture
 from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, folder_for_results, visible_files
-from ..patching import find_patched
 from ..settings import PositiveInteger, Seed, check_value, differences
-from .noise import generator_for
 from .pipelines import PipelineChoice
-from .pixels import UnreadableMediaError, read_picture
+from .pixels import read_picture
 from .record import Record, Sample, read_record, write_sample
 
 _MAX_LENGTH, _MAX_BYTES = 60, 150
@@ -33,8 +28,6 @@ class SampleSet(PipelineChoice):
 
     samples: Sequence[Sample]
     output: Path
-    seed: int | None = 0
-    """Seed of the set, from which every sample gets noise of its own; None where every sample has its own seed."""
     batch_size: int = 1
     """Samples per call of the pipeline; 1 where they have pictures."""
 
@@ -46,26 +39,11 @@ class SampleSet(PipelineChoice):
         if wrong is not None:
             raise ValueError(f"{self.family} generates {suffix} files, but the samples are such as {wrong!r}.")
 
-    @property
-    def choices(self) -> dict[str, Any]:
-        """Everything but the prompts that determines the samples, which is recorded beside them."""
-        return {**super().choices, "seed": self.seed}
-
     def check(self) -> None:
-        """Check patch and settings, and that pictures are given where the pipeline needs them alone."""
+        """Check patch and settings, and that the pipeline takes pictures if some are given."""
         super().check()
-        pipeline, images = self.pipeline_class(), [sample.image for sample in self.samples]
-        takes = inspect.signature(pipeline.__call__).parameters.get("image")
-        if takes is None and any(images):
-            raise ValueError(
-                f"{pipeline.__name__} takes no picture; leave --image out, or give --model an image-to-video pipeline."
-            )
-        needs = takes and (takes.default is takes.empty or (self.of_family.makes_videos and takes_picture(pipeline)))
-        if needs and not all(images):
-            raise ValueError(
-                f"{pipeline.__name__} needs a picture for every prompt, and {self.samples[images.index(None)].text!r} "
-                "has none; give --image FILE, or a prompt file with a column 'image'."
-            )
+        if any(sample.image for sample in self.samples):
+            self.check_arguments(["image"])
 
 
 def plan_samples(
@@ -90,26 +68,19 @@ def plan_samples(
 
 def name_of_prompt(prompt: str) -> str:
     """Make a prompt part of a file name: letters and digits of any script, and a hash if that loses anything."""
-
-    def is_letter(character: str) -> bool:  # or a digit, or a mark, such as the vowels of Devanagari
-        return character.isalnum() or unicodedata.category(character).startswith("M")
-
-    letters = "".join(part if is_letter(part) else " " for part in unicodedata.normalize("NFC", prompt).lower())
-    name = unicodedata.normalize("NFC", "-".join(letters.split()))[:_MAX_LENGTH]
-    name = name.encode()[:_MAX_BYTES].decode(errors="ignore").strip("-") or "empty"
+    letters = "-".join(re.findall(r"[^\W_]+", prompt.lower()))[:_MAX_LENGTH]
+    name = letters.encode()[:_MAX_BYTES].decode(errors="ignore").strip("-") or "empty"
     if name.replace("-", " ") == prompt:
         return name
     return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
 
 
-def generate(
-    config: SampleSet, process: int = 0, processes: int = 1, *, show_steps: bool = False
-) -> Iterator[tuple[Sample, bool]]:
+def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterator[tuple[Sample, bool]]:
     """Generate the missing samples of one of several processes.
 
-    Yields each sample, those that existed first, and whether it was generated. ``show_steps`` shows diffusers' bar.
-    OSError if the folder cannot be written or another run has it; ValueError for a choice that does not fit the
-    pipeline, a folder with other samples, or a result that is not finite.
+    Yields each sample, those that existed first, and whether it was generated. OSError if the folder cannot be written
+    or another run has it; ValueError for a choice that does not fit the pipeline, a folder with other samples, or a
+    result that is not finite.
     """
     from diffusers.image_processor import VaeImageProcessor
 
@@ -126,16 +97,11 @@ def generate(
             record.write(config.output)
             return
         pipe = config.load(sorted({sample.text for sample in config.samples}))
-        pipe.set_progress_bar_config(disable=not (show_steps and sys.stderr.isatty()))
+        pipe.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
         for start in range(0, len(missing), config.batch_size):
             batch = missing[start : start + config.batch_size]
-            noise = [
-                torch.Generator().manual_seed(sample.seed)
-                if sample.seed is not None
-                else generator_for(config.seed or 0, "sample", sample.file)
-                for sample in batch
-            ]
-            picture = {} if batch[0].image is None else {"image": _read(Path(batch[0].image))}
+            noise = [torch.Generator().manual_seed(sample.seed) for sample in batch]
+            picture = {} if batch[0].image is None else {"image": read_picture(Path(batch[0].image))}
             results = config.call(pipe, [sample.text for sample in batch], noise, output_type="np", **picture)
             if not start:  # just before the first file, so that a failing run leaves nothing
                 record.write(config.output)
@@ -149,12 +115,9 @@ def generate(
                     (result,) = VaeImageProcessor.numpy_to_pil(result)
                 write_sample(result, config.output / sample.file, config.video_rate)
                 yield sample, True
-        measured = [] if process else [one.error_words() for one in find_patched(pipe).values()]
-        if any(measured):
-            replace(record, dense_steps=measured).write(config.output)
 
 
-def generate_share(config: SampleSet, *, show_steps: bool = False) -> Iterator[tuple[Sample, bool]]:
+def generate_share(config: SampleSet) -> Iterator[tuple[Sample, bool]]:
     """Run :func:`generate` in every process that accelerate has launched, on its own device, and wait for the others.
 
     Only the main process yields.
@@ -165,24 +128,14 @@ def generate_share(config: SampleSet, *, show_steps: bool = False) -> Iterator[t
     state = PartialState(cpu=launched_on_cpus(), timeout=timedelta(days=7))
     if config.device == "auto" and state.num_processes > 1:
         config = replace(config, device=str(state.device))
-    for done in generate(config, state.process_index, state.num_processes, show_steps=show_steps):
+    for done in generate(config, state.process_index, state.num_processes):
         if state.is_main_process:
             yield done
     state.wait_for_everyone()
 
 
-def _read(picture: Path) -> Any:
-    try:
-        return read_picture(picture)
-    except UnreadableMediaError as error:
-        raise ValueError(f"{picture} is {error}.") from error
-
-
 def _record_with(config: SampleSet) -> Record:
-    """Return the folder's record with the samples added; ValueError if its files were made otherwise.
-
-    Further prompts and seeds may join those of ``mhla generate``, and a longer set with one seed a shorter one.
-    """
+    """Return the folder's record with the samples added; ValueError if its files were made otherwise."""
     folder, record = config.output, read_record(config.output)
     present = [one for one in record.samples if (folder / one.file).is_file()] if record else []
     if record is None or not present:  # without samples a record is left over from a run that failed
@@ -198,10 +151,11 @@ def _record_with(config: SampleSet) -> Record:
         )
     planned = {sample.file: sample for sample in config.samples}
     for sample in present:
-        if (other := planned.get(sample.file, sample)).text != sample.text:
+        other = planned.get(sample.file, sample)
+        if (other.text, other.seed) != (sample.text, sample.seed):
             raise ValueError(
-                f"{folder} has another set: there {sample.file} shows {sample.text!r}, here {other.text!r}. "
-                "Choose another output folder."
+                f"{folder} has another set: there {sample.file} shows {sample.text!r} with seed {sample.seed}, here "
+                f"{other.text!r} with {other.seed}. Choose another output folder."
             )
     listed = {sample.file: sample for sample in present} | planned
-    return Record(record.choices, [listed[file] for file in sorted(listed)], record.dense_steps)
+    return Record(record.choices, [listed[file] for file in sorted(listed)])

@@ -10,19 +10,10 @@ import typer
 
 from ..files import check_unique, read_csv, read_json_lines, read_lines
 from ..reporting import parse_size
-from ..settings import parse_assignment
+from ..settings import parse_assignment, parse_yaml
 
 
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """Read the prompts of a file as :func:`read_prompt_table` does; one with pictures is a ValueError."""
-    rows = read_prompt_table(path)
-    picture = next((picture for _, picture in rows if picture is not None), None)
-    if picture is not None:
-        raise ValueError(f"{path} gives pictures, such as {picture}, but only its prompts are used here; remove them.")
-    return tuple(prompt for prompt, _ in rows)
-
-
-def read_prompt_table(path: Path) -> tuple[tuple[str, Path | None], ...]:
+def read_prompts(path: Path) -> tuple[tuple[str, Path | None], ...]:
     """Read prompts and pictures: the columns ``text`` and ``image`` of a .csv or .jsonl; other files hold one a line.
 
     Paths of pictures are relative to the file's folder; the column may be absent. A row without a text is a ValueError.
@@ -51,13 +42,11 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 def pipeline_options(
     model: Annotated[
-        str | None, typer.Option(help="Hub id, folder, or tiny-wan, tiny-sana, tiny-dit; default: the tiny one.")
-    ] = None,
+        str, typer.Option(help="Hub id, folder, or tiny-wan, tiny-sana, tiny-dit; default: the tiny one.")
+    ] = "",
     patch: Annotated[
         str | None,
-        typer.Option(
-            help="Profile (faithful, balanced, fast), preset or YAML file; or adapted: a run, folder or Hub id."
-        ),
+        typer.Option(help="Profile (faithful, balanced, fast), preset or YAML file; or adapted: folder or Hub id."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[
@@ -72,11 +61,10 @@ def pipeline_options(
     ] = None,
 ) -> dict[str, Any]:
     """Return the options as arguments of :class:`PipelineChoice`, with ``settings`` parsed."""
-    from ..devices import choose_device
+    from ..devices import device_and_type
 
-    if dtype is None:
-        dtype = "float32" if choose_device(device).type == "cpu" else "bfloat16"
-    named = {"model": model, "patch": patch, "device": device, "dtype": dtype}
+    kind = str(device_and_type(device, dtype)[1]).removeprefix("torch.")
+    named = {"model": model, "patch": patch, "device": device, "dtype": kind}
     return {**named, "settings": parse_settings(settings or ())}
 
 
@@ -96,9 +84,7 @@ def patch_options(
     density: Annotated[
         float | None, typer.Option(help="Share of block pairs that attend exactly; .1 if faithful.")
     ] = None,
-    dense_first: Annotated[
-        str | None, typer.Option(help="First steps with full attention: 3, or 0.2 or 20% of them.")
-    ] = None,
+    dense_first: Annotated[str | None, typer.Option(help="First steps with full attention: 3, or 0.2 of them.")] = None,
     dense_last: Annotated[str | None, typer.Option(help="Last steps with full attention, likewise.")] = None,
     dense_every: Annotated[
         int | None, typer.Option(help="One dense step every this many steps, to correct the others; 0: never.")
@@ -107,19 +93,9 @@ def patch_options(
 ) -> dict[str, Any]:
     """Return settings that change those of a patch, as ``patch_settings``."""
     shares = {"dense_first": dense_first, "dense_last": dense_last}
-    given: dict[str, Any] = {name: _parse_steps(text) for name, text in shares.items() if text is not None}
+    given: dict[str, Any] = {name: parse_yaml(x, f"--{name}") for name, x in shares.items() if x is not None}
     given |= {"density": density, "dense_every": dense_every, "dense_layers": dense_layers}
     return {"patch_settings": {name: value for name, value in given.items() if value is not None}}
-
-
-def _parse_steps(text: str) -> int | float | str:
-    """Parse a number of steps such as 3, or a share such as 0.2 or 20%; other text the settings refuse."""
-    try:
-        if text.endswith("%"):
-            return float(text.removesuffix("%")) / 100
-        return int(text) if text.removeprefix("-").isdigit() else float(text)
-    except ValueError:
-        return text
 
 
 def expand_options(*groups: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:

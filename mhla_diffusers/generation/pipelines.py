@@ -3,7 +3,6 @@
 import hashlib
 import inspect
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
@@ -14,14 +13,13 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from ..config import PatchConfig, SparseConfig, adapted_patches, load_patch
-from ..devices import FLOAT_TYPES, choose_device
-from ..errors import check_choice, check_names, nearest
+from ..config import adapted_patches, load_patch
+from ..devices import FLOAT_TYPES, choose_device, device_and_type
+from ..errors import check, check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
-from ..families.calling import class_label
 from ..files import fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
-from ..tiny import TINY, TinyPipeline, load_tiny, pipeline_folder
+from ..tiny import TINY, TinyPipeline, pipeline_folder
 from ..tiny.pipelines import FRAMES, FRAMES_PER_SECOND
 
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
@@ -37,10 +35,10 @@ class PipelineChoice:
     family: str
     """dit, sana, wan, or the name of a registered family."""
     _: KW_ONLY
-    model: str | None = None
-    """Hub id or folder; None, or such as "tiny-wan", for the tiny pipeline that ships with the package."""
+    model: str = ""
+    """Hub id, folder, or name of a tiny pipeline that ships with the package; by default the family's."""
     patch: str | None = None
-    """Profile, preset or YAML file, untrained; or with weights: a run's folder, or name, folder or Hub id."""
+    """Profile, preset or YAML file, untrained; or with weights: name, folder or Hub id."""
     patch_settings: dict[str, Any] = field(default_factory=dict)
     """Settings that change those of the patch, such as density; alone they are of the family's own patch."""
     device: str = "cpu"
@@ -50,17 +48,13 @@ class PipelineChoice:
 
     def __post_init__(self) -> None:
         family_named(self.family)
-        if self.model == f"tiny-{self.family}" and pipeline_source(self.model) != self.model:
-            object.__setattr__(self, "model", None)
-        if self.model is None and self.family not in TINY:
+        if not self.model and self.family not in TINY:
             raise ValueError(
                 f"family={self.family!r} has no tiny pipeline; give model, the Hub id or folder of a pipeline. Tiny "
                 f"ones exist for: {', '.join(TINY)}."
             )
-        if self.patch is not None and has_weights(self.patch):
-            object.__setattr__(self, "patch", str(_result_in(self.patch)))
-        choose_device(self.device)
-        check_choice("dtype", self.dtype, tuple(FLOAT_TYPES))
+        object.__setattr__(self, "model", self.model or f"tiny-{self.family}")
+        device_and_type(self.device, self.dtype)
 
     @property
     def of_family(self) -> Family:
@@ -69,8 +63,8 @@ class PipelineChoice:
 
     @property
     def tiny(self) -> TinyPipeline | None:
-        """The tiny pipeline that is asked for by its name or its family's; None for any other, and for a folder."""
-        return TINY[self.family] if self.model is None else _tiny_named(self.model)
+        """The tiny pipeline that is asked for; None for any other."""
+        return tiny_of(self.model)
 
     @property
     def video_rate(self) -> int:
@@ -88,7 +82,7 @@ class PipelineChoice:
         names = ("family", "model", "patch", "patch_settings", "dtype", "settings")
         return {
             **{name: getattr(self, name) for name in names},
-            "model_content": None if self.model is None else fingerprint(Path(self.model)),
+            "model_content": fingerprint(Path(self.model)),
             "patch_content": content,
         }
 
@@ -106,45 +100,32 @@ class PipelineChoice:
     @property
     def summary(self) -> str:
         """Model, device, type, what is known of the call, and patch in one line."""
-        if self.patch is not None and has_weights(self.patch):
-            runs = f"adapted patch {self.patch}"
-        elif self.patch is None and not self.patch_settings:
-            runs = "unpatched"
-        elif isinstance(config := self._patch_config, SparseConfig):
-            runs = f"sparse attention, density {config.density:.1%}"
-        else:
-            runs = f"{config.attention}, to be adapted"
+        changes = [f"{name} {value}" for name, value in self.patch_settings.items()]
+        runs = f"patch {self.patch or f'of {self.family}'}" if self.patch or changes else "unpatched"
         call = [f"{name} {value:g}" for name, value in self.known_arguments.items()]
-        model = self.model or f"tiny-{self.family}"
-        return ", ".join([f"{model} on {choose_device(self.device)} in {self.dtype}", runs, *call])
-
-    @property
-    def _patch_config(self) -> PatchConfig:
-        if self.patch is not None:
-            return load_patch(self.patch).patch.replace(**self.patch_settings)
-        return self.of_family.complete(self.patch_settings)
+        return ", ".join([f"{self.model} on {choose_device(self.device)} in {self.dtype}", runs, *changes, *call])
 
     def check(self) -> None:
         """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
-        if not has_weights(self.patch or "") and (self.patch is not None or self.patch_settings):
-            _ = self._patch_config
-        if self.settings or self.model is not None:
-            pipeline = self.pipeline_class()
-            known = [name for name in inspect.signature(pipeline.__call__).parameters if name not in _GIVEN]
-            check_names(self.settings, known, f"setting of a call of {pipeline.__name__}")
+        if self.patch is None:
+            self.of_family.complete(self.patch_settings)
+        elif not has_weights(self.patch):
+            load_patch(self.patch).patch.replace(**self.patch_settings)
+        self.check_arguments(self.settings)
+
+    def check_arguments(self, names: Iterable[str]) -> None:
+        """Raise ValueError for an argument that a call of the pipeline does not have, or that is set elsewhere."""
+        pipeline = self.pipeline_class()
+        known = [name for name in inspect.signature(pipeline.__call__).parameters if name not in _GIVEN]
+        check_names(names, known, f"setting of a call of {pipeline.__name__}")
 
     def pipeline_class(self) -> Any:
         """Return the class of the pipeline, read without its weights; raises ValueError if diffusers lacks it."""
         import diffusers
 
-        model = str(pipeline_folder(self.family)) if self.model is None else self.model
-        name = _index(model).get("_class_name")
-        pipeline = getattr(diffusers, str(name), None)
-        if pipeline is None:
-            raise ValueError(
-                f"{model} is a pipeline of the class {name}, which diffusers {diffusers.__version__} lacks."
-            )
-        return pipeline
+        name = str(_index(self.model).get("_class_name"))
+        check(hasattr(diffusers, name), f"{self.model} is a {name}, which diffusers {diffusers.__version__} lacks.")
+        return getattr(diffusers, name)
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
         """Load the pipeline onto its device, check the prompts, and patch it; ValueError for what does not fit."""
@@ -163,40 +144,27 @@ class PipelineChoice:
         settings = {**defaults, **self.settings, **arguments}
         if (frames := self.settings.get("num_frames")) is not None:
             settings["num_frames"] = self.of_family.calling.asked_frames(pipe, frames)
-        try:
-            return self.of_family.calling.call(pipe, prompts, generators, **settings)
-        except (TypeError, ValueError) as error:
-            if not self.settings:
-                raise
-            raise ValueError(f"{type(pipe).__name__} fails with the settings {self.settings}: {error}") from error
+        return self.of_family.calling.call(pipe, prompts, generators, **settings)
 
 
-def load_pipeline(
-    model: str | None, family: str, device: str, dtype: torch.dtype, without_weights: Iterable[str] = ()
-) -> Any:
-    """Load a pipeline by Hub id, folder or name, or the family's tiny one for None; without progress bars.
+def load_pipeline(model: str, family: str, device: str, dtype: torch.dtype, without_weights: Iterable[str] = ()) -> Any:
+    """Load a pipeline by Hub id, folder or name, without progress bars.
 
-    Of ``without_weights``, transformers of a given model, no weights are read; they stay on the meta device.
+    Of ``without_weights``, transformers, no weights are read; they stay on the meta device.
     """
     import diffusers
 
-    place = choose_device(device)
-    if model is None:
-        pipe = load_tiny(family, place)
-        # diffusers warns at every cast
-        pipe = pipe if dtype == torch.float32 else pipe.to(dtype)
-    else:
-        model = pipeline_source(model)
-        import_module(family_named(family).library)  # diffusers loads classes only from imported modules
-        absent = {name: transformer_without_weights(model, family, name) for name in without_weights}
-        name = _index(model).get("_class_name")
-        # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
-        pipe = getattr(diffusers, str(name), diffusers.DiffusionPipeline).from_pretrained(model, dtype=dtype, **absent)
-        for name in absent:  # cannot be moved
-            setattr(pipe, name, None)
-        pipe.to(place)
-        for name, transformer in absent.items():
-            setattr(pipe, name, transformer)
+    source = pipeline_source(model)
+    import_module(family_named(family).library)  # diffusers loads classes only from imported modules
+    absent = {name: transformer_without_weights(source, family, name) for name in without_weights}
+    name = _index(source).get("_class_name")
+    # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
+    pipe = getattr(diffusers, str(name), diffusers.DiffusionPipeline).from_pretrained(source, dtype=dtype, **absent)
+    for name in absent:  # cannot be moved
+        setattr(pipe, name, None)
+    pipe.to(choose_device(device))
+    for name, transformer in absent.items():
+        setattr(pipe, name, transformer)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -225,11 +193,11 @@ def put_on(pipe: Any, patch: str | None, settings: Mapping[str, Any]) -> None:
 
 
 def load_result(pipe: Any, result: str | Path) -> None:
-    """Load a trained patch, or a whole trained transformer, into an unpatched pipeline of the model that was trained.
+    """Load a trained patch, by name, folder or Hub id, or the folder of a whole trained transformer into a pipeline.
 
-    ``result`` is the folder of a run, or the folder or Hub id of a patch. ValueError for another model's weights.
+    ValueError for another model's weights.
     """
-    folder = _result_in(result)
+    folder = Path(result)
     if not (folder / "config.json").is_file() or (folder / PATCH_FILE).is_file():
         load_mhla(pipe, folder)
         return
@@ -240,24 +208,8 @@ def load_result(pipe: Any, result: str | Path) -> None:
     pipe.transformer = trained.to(pipe.transformer.device)
 
 
-def _result_in(weights: str | Path) -> Path:
-    """Return the folder ``result`` of a run, or anything else as it is; ValueError for a run without a result."""
-    folder = Path(weights)
-    if not (folder / "metrics.jsonl").is_file():
-        return folder
-    if not (folder / "result").is_dir():
-        raise ValueError(
-            f"{folder} is a training run without a result yet. Continue it with --resume latest, or export its latest "
-            f"checkpoint: {shlex.join(['mhla', 'export', str(folder)])} --output FOLDER"
-        )
-    return folder / "result"
-
-
 def component_identity(model: str, component: str) -> str:
-    """Return class and configuration of a component, such as ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``.
-
-    Only its configuration is read; "none" if there is no such component.
-    """
+    """Return class and configuration of a component, such as ``"AutoencoderKLWan (configuration 3f2a91c07d55)"``."""
     _, name = _index(model).get(component) or (None, None)
     if name is None:
         return "none"
@@ -271,22 +223,9 @@ def _index(model: str) -> dict[str, Any]:
     return dict(read_json(pipeline_file(model, "model_index.json")))
 
 
-def class_count(model: str | None, family: str) -> int:
-    """Return the number of classes that a pipeline was trained on, read without its weights."""
-    return family_named(family).calling.classes(*_index_and_config(model, family))[1]
-
-
-def check_classes(model: str | None, family: str, prompts: Iterable[str]) -> None:
-    """Raise ValueError for a prompt that is not a class of a pipeline for classes, read without its weights."""
-    if family_named(family).calling.prompts_are_classes:
-        labels, count = family_named(family).calling.classes(*_index_and_config(model, family))
-        for prompt in prompts:
-            class_label(prompt, labels, count)
-
-
-def _index_and_config(model: str | None, family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    place = str(pipeline_folder(family)) if model is None else model
-    return _index(place), read_json(pipeline_file(place, "transformer/config.json"))
+def classes_of(model: str, family: Family) -> tuple[dict[str, int], int]:
+    """Return labels and number of the classes that a pipeline was trained on, read without its weights."""
+    return family.calling.classes(_index(model), read_json(pipeline_file(model, "transformer/config.json")))
 
 
 def family_named(name: str) -> Family:
@@ -297,11 +236,11 @@ def family_named(name: str) -> Family:
 
 def family_of(model: str, component: str = "transformer") -> Family:
     """Return the family of a pipeline's transformer, by its class, without its weights."""
-    name = component_identity(model, component).split(" ")[0]
-    if name == "none":
-        parts = transformers_of(model)
-        known = f"its transformers are: {', '.join(parts)}" if parts else "and no other transformer that is supported"
-        raise ValueError(f"{model} has no component {component!r}; {known}.")
+    _, name = _index(model).get(component) or (None, None)
+    if name is None:
+        raise ValueError(
+            f"{model} has no component {component!r}; its transformers are: {', '.join(transformers_of(model))}."
+        )
     if find_family(name) is None:
         raise ValueError(f"The {component} of {model} is {name!r}, which has no family; {supported_instead(name)}")
     return get_family(name)
@@ -315,13 +254,9 @@ def transformers_of(model: str) -> list[str]:
 
 def pipeline_source(model: str) -> str:
     """Return the folder of a tiny pipeline for its name, such as tiny-wan, and any other Hub id or folder as it is."""
-    tiny = _tiny_named(model)
-    return model if tiny is None else str(pipeline_folder(tiny.name))
-
-
-def _tiny_named(model: str) -> TinyPipeline | None:
-    is_name = model.startswith("tiny-") and not Path(model).is_dir()
-    return TINY.get(model.removeprefix("tiny-")) if is_name else None
+    name = model.removeprefix("tiny-")
+    is_name = name != model and name in TINY and not Path(model).is_dir()
+    return str(pipeline_folder(name)) if is_name else model
 
 
 def tiny_of(model: str) -> TinyPipeline | None:
@@ -344,10 +279,7 @@ def pipeline_file(model: str, name: str) -> Path:
     model = pipeline_source(model)
     if Path(model).is_dir():
         if not Path(model, name).is_file():
-            raise FileNotFoundError(
-                f"{model} is not a diffusers pipeline: {name} is missing. A modular pipeline, with "
-                "modular_model_index.json, can be patched in Python alone: apply_mhla(pipe)."
-            )
+            raise FileNotFoundError(f"{model} is not a diffusers pipeline: {name} is missing.")
         return Path(model, name)
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 

@@ -5,7 +5,7 @@ Torch is imported where it is used, because ``mhla eval --help`` imports this fi
 
 import glob
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ RECORD_FILE = "samples.json"
 
 @dataclass(frozen=True)
 class Sample:
-    """One file to generate. Its noise depends on its own seed, or on the seed of the set and ``file``."""
+    """One file to generate."""
 
     file: str
     """Path inside the folder of the set."""
@@ -27,7 +27,8 @@ class Sample:
     """A prompt, or a class by number or name."""
     image: str | None = None
     """Path of the picture that the model was given, if any."""
-    seed: int | None = None
+    seed: int = 0
+    """Of the noise."""
 
 
 @dataclass
@@ -37,8 +38,6 @@ class Record:
     choices: Mapping[str, Any]
     """Everything but prompt and seed that determines a sample."""
     samples: list[Sample]
-    dense_steps: list[str] = field(default_factory=list)
-    """How far the patched attention was from full attention at dense steps: a sentence per transformer."""
 
     def write(self, folder: Path) -> None:
         """Write ``samples.json`` into a folder."""
@@ -52,7 +51,7 @@ def read_record(folder: Path) -> Record | None:
         return None
     content = read_json(file)
     try:
-        return Record(content["choices"], [Sample(**one) for one in content["samples"]], content["dense_steps"])
+        return Record(content["choices"], [Sample(**one) for one in content["samples"]])
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{file} is not a record of this version of mhla generate. Generate into an empty folder."

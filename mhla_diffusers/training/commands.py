@@ -146,7 +146,8 @@ def synthesize_command(
     from .data.model import DataModel
 
     data = DataModel(model)
-    files = [SourceFile(f"{number}: {prompt}", prompt) for number, prompt in enumerate(read_prompts(prompts))]
+    lines = [prompt for prompt, _ in read_prompts(prompts)]
+    files = [SourceFile(f"{number}: {prompt}", prompt) for number, prompt in enumerate(lines)]
     data.check_captions(files)
     clips = data.clips([frames] if frames else None, sizes=[size] if size else None)
     with folder_for_results(output):

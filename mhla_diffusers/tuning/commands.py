@@ -36,7 +36,7 @@ def tune_command(
     from .run import tune
 
     Target(psnr, speedup)  # raises before a pipeline is loaded
-    texts, (place, precision) = read_prompts(prompts), device_and_type(device, dtype)
+    texts, (place, precision) = [text for text, _ in read_prompts(prompts)], device_and_type(device, dtype)
     choice = choose_pipeline(
         f"tiny-{model}" if model in TINY else model,
         device=str(place),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mhla_diffusers import is_patched
-from mhla_diffusers.benchmark.pipeline import UNPATCHED, frames_of, patched, similarities
+from mhla_diffusers.benchmark.pipeline import UNPATCHED, frames_of, patched
 from mhla_diffusers.config import NOTHING_DENSE, PROFILES
 from mhla_diffusers.tiny import load_tiny, pipeline_folder
 
@@ -17,7 +17,7 @@ from .commands import bench, measure, medians, read_rows
         ("dit", str(pipeline_folder("dit")), (), ()),  # a folder is measured like the pipeline in it
         ("sana", "tiny-sana", ("tiny-sana-mhla",), ()),
         # patches are disabled in the first step
-        ("wan", "tiny-wan", ("fast", "tiny-wan-sparse"), ("--dense-first", "50%", "--dense-last", 0)),
+        ("wan", "tiny-wan", ("fast", "tiny-wan-sparse"), ("--dense-first", "0.5", "--dense-last", 0)),
     ],
 )
 def test_a_call_unpatched_and_patched(tmp_path, family, model, patches, more):
@@ -71,13 +71,6 @@ def test_prompts_and_a_patch_by_file_and_a_second_run_beside_the_first(tmp_path)
 
 
 def test_a_frame_by_hand():
-    """From [0, 1] to 8 bits, and the mean over frames: one equal, one that differs by 16 everywhere."""
-    frames = torch.full((2, 12, 12, 3), 100 / 255)
-    reference = frames_of(frames.numpy())
-    assert reference.shape == (2, 3, 12, 12) and reference.unique().tolist() == [100]
-    frames[1] += 16 / 255
-    found = similarities(frames_of(frames.numpy()), reference)
-    assert found["psnr"] == pytest.approx((100 + 24.0485) / 2, abs=1e-3)  # 20 log10(255 / 16)
-    # flat frames differ in luminance alone: (2 · 100 · 116 + c) / (100² + 116² + c) with c = 6.5025
-    assert found["ssim"] == pytest.approx((1 + 0.989091) / 2, abs=1e-4)
-    assert list(similarities(reference[..., :10], reference[..., :10])) == ["psnr"]
+    """From [0, 1] to 8 bits."""
+    found = frames_of(torch.full((2, 12, 10, 3), 100 / 255).numpy())
+    assert found.shape == (2, 3, 12, 10) and found.unique().tolist() == [100]

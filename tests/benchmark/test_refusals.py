@@ -20,7 +20,7 @@ from .commands import bench
         ("transformer --model tiny-dit --size big", "'big'"),
         ("transformer --model tiny-dit --size 64x64x9", "64x64x9"),
         ("pipeline --size 64", "'height'"),
-        ("pipeline --patch fast --dense-first 120%", "dense_first...1.2"),
+        ("pipeline --patch fast --dense-first 1.2", "dense_first...1.2"),
         ("pipeline --patch fast --density 2", "density=2"),
         ("pipeline --patch tiny-dit-sparze", "'tiny-dit-sparze'...tiny-dit-sparse"),
         ("pipeline --patch .", "'.'"),

@@ -1,6 +1,5 @@
 """Generating into a folder, from Python and by the command."""
 
-import functools
 import re
 import shutil
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiTPipeline
 from PIL import Image, ImageChops
 from safetensors.torch import load_file, save_file
 
@@ -33,12 +31,12 @@ def prompted(output, *prompts, seeds=(0,), family="dit", **choices):
     """As mhla generate makes it."""
     suffix = ".mp4" if family == "wan" else ".png"
     choices = {"settings": FAST, **choices}
-    return SampleSet(family, plan_samples(prompts, suffix, seeds), output, seed=None, **choices)
+    return SampleSet(family, plan_samples(prompts, suffix, seeds), output, **choices)
 
 
-def numbered(output, count=5, **choices):
+def numbered(output, count=5, seed=0, **choices):
     """As mhla eval samples makes it."""
-    samples = [Sample(f"{number:06d}.png", str(number % 10)) for number in range(count)]
+    samples = [Sample(f"{number:06d}.png", str(number % 10), seed=100 * seed + number) for number in range(count)]
     return SampleSet("dit", **{"samples": samples, "output": output, "settings": FAST, **choices})
 
 
@@ -84,7 +82,7 @@ def test_a_stopped_run_goes_on_and_a_longer_one_too(tmp_path):
 
 def test_a_folder_of_other_samples_is_refused(tmp_path):
     made(numbered(tmp_path, count=2))
-    not_made(numbered(tmp_path, seed=1), "seed=0, now 1")
+    not_made(numbered(tmp_path, seed=1), "000000.png .*seed 0.*100")
     not_made(numbered(tmp_path, settings={}), "num_inference_steps=2, now None")
     not_made(numbered(tmp_path, samples=[Sample("000000.png", "7")]), "000000.png .*'0'.*'7'")
     not_made(numbered(write_pictures(tmp_path / "foreign", 1)), "0000.png")
@@ -110,8 +108,8 @@ def test_further_prompts_and_seeds_join_a_folder(tmp_path):
     ("choice", "told"),
     [
         ((), "unpatched, num_inference_steps 1, guidance_scale 4"),
-        (("--patch", "faithful", "--density", "0.05"), "sparse attention, density 5.0%, num_inference_steps 1"),
-        (("--patch", "dit-xl-2-256"), "MHLA, to be adapted"),
+        (("--patch", "faithful", "--density", "0.05"), "patch faithful, density 0.05, num_inference_steps 1"),
+        (("--patch", "dit-xl-2-256"), "patch dit-xl-2-256"),
         (("--patch", "tiny-dit-sparse", "--set", "guidance_scale=2"), "patch tiny-dit-sparse, .*, guidance_scale 2"),
     ],
 )
@@ -121,15 +119,6 @@ def test_command_tells_what_runs(tmp_path, choice, told):
     assert ended.exit_code == 0, ended.output
     assert re.search(f"^tiny-dit on cpu in float32, .*{told}", ended.output)
     assert "wrote " in ended.output and len(list(tmp_path.glob("0000-0-seven.png"))) == 1
-
-
-def test_the_record_says_how_far_attention_was_from_full_attention(tmp_path):
-    asked = ("generate", "dit", "seven", "--device", "cpu", "--output", tmp_path)
-    patch = ("--patch", "fast", "--dense-every", 4, "--set", "num_inference_steps=12")
-    for _ in range(2):  # the second time there is nothing to make, and what was measured stays
-        assert in_process(*asked, *patch).exit_code == 0
-        (said,) = read_record(tmp_path).dense_steps
-        assert "(median)" in said and "before correction" in said
 
 
 def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
@@ -154,15 +143,15 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
         (("dit",), "mhla generate dit seven"),
         (("wan",), 'mhla generate wan "a seven moving left"'),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
-        (("dit", "seven", "--patch", "nope", "--model", "./no-such-model"), "Unknown patch 'nope'"),
+        (("dit", "seven", "--patch", "nope"), "Unknown patch 'nope'"),
         (("dit", "3", "--patch", "me/nowhere"), "me/nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "nowhere.txt"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
         (("dit", "seven", "a cat", *FAST_SET), "'a cat' is not a class"),
-        (("wan", "x", *FAST_SET, "--set", "height=33"), "fails with the settings {'num_inference_steps': 1, 'height'"),
+        (("wan", "x", *FAST_SET, "--set", "height=33"), "33"),
         (("wan", "x", "--model", str(Path(__file__).parent)), "not a diffusers pipeline: model_index.json is missing"),
         (("mochi", "x"), "family='mochi' has no tiny pipeline; give model"),
-        (("dit", "seven", "--image", __file__), "DiTPipeline takes no picture; leave --image out"),
+        (("dit", "seven", "--image", __file__), "DiTPipeline 'image'"),
     ],
 )
 def test_command_says_what_is_wrong_and_leaves_no_folder(tmp_path, arguments, message):
@@ -171,18 +160,6 @@ def test_command_says_what_is_wrong_and_leaves_no_folder(tmp_path, arguments, me
     assert isinstance(ended.exception, ValueError | OSError)
     assert message in str(ended.exception)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError])
-def test_errors_of_the_call_name_the_settings_but_those_of_what_runs_do_not(tmp_path, monkeypatch, error):
-    def fail(*arguments, **settings):
-        raise error("it is so")
-
-    monkeypatch.setattr("diffusers.DiTPipeline.__call__", functools.wraps(DiTPipeline.__call__)(fail))
-    if error is RuntimeError:
-        not_made(numbered(tmp_path), "^it is so", RuntimeError)
-    else:
-        not_made(numbered(tmp_path), "^DiTPipeline .*num_inference_steps.*: it is so")
 
 
 def test_classes_are_given_by_number_name_or_phrase():
@@ -236,12 +213,9 @@ def test_file_names_are_safe(tmp_path, text):
 
 
 def test_file_names_keep_letters_of_every_script():
-    for prompt in ("a seven moving left", "七向左移动", "семёрка влево", "हिन्दी में सात"):
+    for prompt in ("a seven moving left", "七向左移动", "семёрка влево"):
         assert name_of_prompt(prompt) == prompt.replace(" ", "-")
     assert name_of_prompt("Eine Straße, nachts").startswith("eine-straße-nachts-")
-    decomposed, composed = "cafe\u0301", "caf\u00e9"
-    assert name_of_prompt(composed) == composed
-    assert name_of_prompt(decomposed).startswith(composed)
 
 
 def test_prompts_whose_letters_are_the_same_stay_apart():
@@ -340,18 +314,9 @@ def test_photographs_are_shown_upright(tmp_path):
     assert found.getpixel((4, 0)) == (0, 0, 255) and found.getpixel((4, 15)) == (255, 0, 0)
 
 
-def test_pictures_are_looked_at_before_anything_is_loaded(tmp_path):
-    """Every row needs one, also of pipelines whose call has a default for it, as LTX's; no weights are read."""
-    (tmp_path / "ltx-i2v").mkdir()
-    (tmp_path / "ltx-i2v" / "model_index.json").write_text('{"_class_name": "LTXImageToVideoPipeline"}')
-    Image.new("RGB", (8, 8)).save(tmp_path / "black.png")
-    (tmp_path / "prompts.csv").write_text("text,image\na cat,black.png\na dog,\n")
-    ltx = ("ltx", "--prompt-file", tmp_path / "prompts.csv", "--model", tmp_path / "ltx-i2v")
+def test_files_that_are_no_pictures_are_refused(tmp_path):
     (tmp_path / "text.png").write_text("no picture")
-    for asked, message in (
-        (ltx, "LTXImageToVideoPipeline needs a picture for every prompt, and 'a dog' has none"),
-        ((*ltx, "--image", tmp_path / "none.png"), "There is no picture"),
-        (("wan", "a cat", "--model", _shown(tmp_path), "--image", tmp_path / "text.png"), "is not a readable image"),
-    ):
-        ended = in_process("generate", *asked, "--output", tmp_path / "out")
+    for name, message in (("none.png", "There is no picture"), ("text.png", "not a readable image")):
+        asked = ("wan", "a cat", "--model", _shown(tmp_path), "--image", tmp_path / name, "--output", tmp_path / "out")
+        ended = in_process("generate", *asked)
         assert ended.exit_code == 1 and message in str(ended.exception), ended.output

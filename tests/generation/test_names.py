@@ -6,7 +6,6 @@ from mhla_diffusers import SparseConfig
 from mhla_diffusers.generation.names import (
     parse_settings,
     patch_options,
-    read_prompt_table,
     read_prompts,
 )
 
@@ -17,10 +16,10 @@ def test_settings_are_typed():
 
 
 def test_steps_are_a_number_or_a_part():
-    texts = ("0", "3", "1", "0.2", "20%", "1.0", "100%")
+    texts = ("0", "3", "1", "0.2", "1.0")
     found = {text: patch_options(dense_first=text)["patch_settings"]["dense_first"] for text in texts}
-    assert found == dict(zip(texts, (0, 3, 1, 0.2, 0.2, 1.0, 1.0), strict=True))
-    assert type(found["1"]) is int and type(found["1.0"]) is type(found["100%"]) is float
+    assert found == dict(zip(texts, (0, 3, 1, 0.2, 1.0), strict=True))
+    assert type(found["1"]) is int and type(found["1.0"]) is float
 
 
 def dense_first(text):
@@ -33,7 +32,7 @@ def dense_first(text):
         (parse_settings, [["height"]], "'height'"),
         (parse_settings, [["x=[1"]], r"'x=\[1'"),
         (parse_settings, [["x=2", "y=2", "x=3"]], "'x'"),
-        *((dense_first, [text], f"dense_first='{text}'") for text in ("many", "", "%", "3 steps")),
+        *((dense_first, [text], f"dense_first='{text}'") for text in ("many", "20%", "3 steps")),
     ],
 )
 def test_settings_that_are_none_or_that_the_call_does_not_take_are_refused(call, given, named):
@@ -41,56 +40,44 @@ def test_settings_that_are_none_or_that_the_call_does_not_take_are_refused(call,
         call(*given)
 
 
-def test_prompts_come_from_a_file(tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("a seven\n\n a four \n")
-    assert read_prompts(file) == ("a seven", "a four")
-    with pytest.raises(FileNotFoundError):
-        read_prompts(tmp_path / "none.txt")
-    with pytest.raises(IsADirectoryError):
-        read_prompts(tmp_path)
-
-
-@pytest.mark.parametrize("read", [read_prompts, lambda path: tuple(text for text, _ in read_prompt_table(path))])
-def test_every_command_reads_prompts_alike(read, tmp_path):
-    """Columns of a table, and lines, which end where an editor ends them."""
+def test_prompts_are_lines_or_a_column(tmp_path):
+    """Lines end where an editor ends them."""
     for name, content in (
         ("a.txt", "a\u2028seven\r\na\x0bfour\n"),
         ("a.csv", "number,text\n1,a\u2028seven\n2,a\x0bfour\n"),
         ("a.jsonl", '{"text": "a\u2028seven"}\n{"text": "a\\u000bfour"}\n'),
     ):
         (tmp_path / name).write_text(content, newline="")
-        assert read(tmp_path / name) == ("a\u2028seven", "a\x0bfour")
+        assert read_prompts(tmp_path / name) == (("a\u2028seven", None), ("a\x0bfour", None))
 
 
 @pytest.mark.parametrize(
-    ("read", "name", "content", "named"),
+    ("name", "content", "named"),
     [
-        (read_prompts, "a.txt", b"\n", r"a\.txt .*no prompts"),
-        (read_prompts, "a.txt", bytes(range(256)), r"a\.txt .*UTF-8"),
-        (read_prompts, "a.csv", b"text,image\na seven,a.png\n", r"a\.csv .*a\.png"),  # nothing takes pictures
-        (read_prompt_table, "a.csv", b"image\na.png\n", "Row 1 .*no prompt"),
-        (read_prompt_table, "a.csv", b"prompt\na seven\n", "Row 1 .*'text'; .*prompt"),
-        (read_prompt_table, "a.csv", b"text,image\n", r"a\.csv .*no prompts"),
-        (read_prompt_table, "a.csv", b"text\na four\na seven, moving left\n", "line 3.*1 columns.*quotation marks"),
-        (read_prompt_table, "a.csv", b"text,image\na seven, left,a.png\n", "line 2.*2 columns.*quotation marks"),
-        (read_prompt_table, "a.jsonl", b"[1]\n", "Row 1 .*no prompt"),
+        ("a.txt", b"\n", r"a\.txt .*no prompts"),
+        ("a.txt", bytes(range(256)), r"a\.txt .*UTF-8"),
+        ("a.csv", b"image\na.png\n", "Row 1 .*no prompt"),
+        ("a.csv", b"prompt\na seven\n", "Row 1 .*'text'; .*prompt"),
+        ("a.csv", b"text,image\n", r"a\.csv .*no prompts"),
+        ("a.csv", b"text\na four\na seven, moving left\n", "line 3.*1 columns.*quotation marks"),
+        ("a.csv", b"text,image\na seven, left,a.png\n", "line 2.*2 columns.*quotation marks"),
+        ("a.jsonl", b"[1]\n", "Row 1 .*no prompt"),
     ],
 )
-def test_files_that_hold_no_prompts_are_refused(read, name, content, named, tmp_path):
+def test_files_that_hold_no_prompts_are_refused(name, content, named, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=named):
-        read(tmp_path / name)
+        read_prompts(tmp_path / name)
 
 
 def test_prompts_and_pictures_come_from_columns(tmp_path):
     rows, lines, text = (tmp_path / f"prompts.{kind}" for kind in ("csv", "jsonl", "txt"))
     rows.write_text("image,text\na.png,a seven\n,a four\n")
-    assert read_prompt_table(rows) == (("a seven", tmp_path / "a.png"), ("a four", None))
+    assert read_prompts(rows) == (("a seven", tmp_path / "a.png"), ("a four", None))
     lines.write_text('{"text": "a seven"}\n{"text": "a four", "image": "b/c.png"}\n')
-    assert read_prompt_table(lines) == (("a seven", None), ("a four", tmp_path / "b" / "c.png"))
+    assert read_prompts(lines) == (("a seven", None), ("a four", tmp_path / "b" / "c.png"))
     text.write_text("a seven\n")
-    assert read_prompt_table(text) == (("a seven", None),)
+    assert read_prompts(text) == (("a seven", None),)
     loud = tmp_path / "PROMPTS.CSV"
     loud.write_text('text,image\n"a seven, moving", a.png \na four, \n')
-    assert read_prompt_table(loud) == (("a seven, moving", tmp_path / "a.png"), ("a four", None))
+    assert read_prompts(loud) == (("a seven, moving", tmp_path / "a.png"), ("a four", None))

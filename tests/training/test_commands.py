@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip
-from mhla_diffusers.generation.pipelines import PipelineChoice, load_result
+from mhla_diffusers.generation.pipelines import load_result
 from mhla_diffusers.training import TrainingConfig, ValidationConfig
 from mhla_diffusers.training.data.cache import CacheWriter, SourceFile
 from mhla_diffusers.training.finetune import NamedRun, export_checkpoint, finetune
@@ -109,9 +109,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
         export_checkpoint(run, tmp_path / "last")
     if "patch=null" in changes:
         with refused("WanTransformer3DModel"):
-            load_result(sana_pipeline(), run)
-    else:  # of a run its result is meant
-        assert PipelineChoice("wan", model=model, patch=str(run)).patch == str(run / "result")
+            load_result(sana_pipeline(), run / "result")
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -9,10 +9,11 @@ import torch
 
 from ...errors import check
 from ...families import Clip, trained_family
+from ...families.calling import class_label
 from ...families.models import strides_of
 from ...files import fingerprint, read_json
 from ...generation.pipelines import (
-    check_classes,
+    classes_of,
     component_identity,
     family_of,
     pipeline_file,
@@ -82,8 +83,10 @@ class DataModel:
 
     def check_captions(self, files: Sequence[SourceFile]) -> None:
         """Raise ValueError for a caption that is not a class of a model for classes."""
-        usable = (file for file in files if file.problem is None)
-        check_classes(self.name, self.family.name, (caption for file in usable for caption in file.captions))
+        if self.family.calling.prompts_are_classes:
+            labels, count = classes_of(self.name, self.family)
+            for caption in (one for file in files if file.problem is None for one in file.captions):
+                class_label(caption, labels, count)
 
     def header(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return what identifies latents that it encodes with some settings; weights on the Hub are None."""
