@@ -14,7 +14,7 @@ JOBS ?= 2
 # each process takes a run of whole files, whose fixtures are then made once, and helps the other at the end
 PARALLEL = -n $(JOBS) --dist worksteal
 # tests of the mathematics, of patching and of what has no model in it; make test runs all
-QUICK := tests/attention/test_layout.py tests/attention/test_eager.py tests/attention/test_api.py \
+QUICK := tests/attention/test_layout.py tests/attention/test_reference.py tests/attention/test_api.py \
 	tests/attention/test_mixing.py tests/patching/test_layer.py tests/patching/test_route.py \
 	tests/families/test_added_family.py tests/test_config.py
 
@@ -52,7 +52,7 @@ studies: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest studies
 
 quick: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(QUICK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(QUICK)
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .

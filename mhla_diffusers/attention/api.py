@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from numbers import Real
+from types import ModuleType
 from typing import Any, get_args
 
 import torch
@@ -15,8 +16,6 @@ from ..errors import check_choice
 from . import eager
 from .call import (
     DEFAULT_DENSITY,
-    Backend,
-    BlockLists,
     ContentRule,
     Far,
     MHLACall,
@@ -27,8 +26,7 @@ from .call import (
 )
 from .causal import Causal, causal_attention
 from .feature_maps import get_feature_map
-from .layout import Extra, Shape, block_count, check_grid, check_layout, frame_block_starts
-from .linear import beside_extra
+from .layout import Extra, Shape, check_grid, check_layout, frame_block_starts
 from .precision import without_autocast
 from .rope import Rotary
 from .sparse import softmax_attention
@@ -57,7 +55,6 @@ def mhla_attention(
     output_norm: torch.Tensor | None = None,
     output_gate: torch.Tensor | None = None,
     linear_weight: torch.Tensor | None = None,
-    extra: Extra = (0, 0),
     causal: Causal | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -71,19 +68,15 @@ def mhla_attention(
     The weights that a query gives to all tokens sum to 1, except with RoPE after the feature map, which rotates the
     numerator alone. Differentiable in query, key, value, mixing, output_norm and output_gate.
 
-    Extra tokens, such as the text of joint attention, are in no block. Every query of the grid attends to
-    each of them with softmax, under one denominator with all else, and they attend to all N tokens with softmax
-    (:mod:`mhla_diffusers.attention.extra`).
-
     Shapes: B batch, N tokens, H heads, D head dim, M blocks.
 
     Args:
         query: (B, N, H, D) floating point, tokens in raster order of the grid.
         key: like ``query``.
         value: like ``query``.
-        mixing: (M, M), or (H, M, M) for one matrix per head, of any float type; row i belongs to query block i. Beside
-            softmax weights (``linear_weight``, extra tokens) not negative; checked on CPU only.
-        grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
+        mixing: (M, M), or (H, M, M) for one matrix per head, of any float type; row i belongs to query block i. With
+            ``linear_weight`` not negative; checked on CPU only.
+        grid: token grid, 1 to 3 axes whose product is N.
         blocks: block count per axis of the grid; the product is M.
         feature_map: a name registered with :func:`register_feature_map`.
         rotary: (cos, sin), each (1 or B, N, 1, D), as diffusers' Wan computes them; None for no RoPE.
@@ -92,13 +85,12 @@ def mhla_attention(
         eps: floor that the relu and elu+1 feature maps add; softmax has its own, 1e-18.
         key_mask: (B, N), bool (True takes part) or weights in [0, 1] on φ(k); the range is checked on CPU only. A
             query gets 0, as from PyTorch's attention, where all keys that it sees, or that its row of the mixing matrix
-            gives weight to, are masked.
-        output_norm: (D,) weight of an RMSNorm over each head's output, of the grid's tokens alone.
-        output_gate: (B, product of the grid, H, D); the output of the grid's tokens is multiplied with its SiLU.
-        linear_weight: λ, (H,): beside softmax over extra tokens, and over the own block with ``causal``, the weights of
-            MHLA are multiplied with it. Must be positive; checked on CPU only. None for 1 beside extra tokens, and with
-            ``causal`` for MHLA within the own block too.
-        extra: how many tokens stand before, and how many after those of the grid in the sequence.
+            gives weight to, are masked. Not with ``causal``.
+        output_norm: (D,) weight of an RMSNorm over each head's output.
+        output_gate: (B, N, H, D); the output is multiplied with its SiLU.
+        linear_weight: λ, (H,), with ``causal``: the own block is attended to with softmax, and MHLA's weights of
+            earlier ones are multiplied with λ. Must be positive; checked on CPU only. None for MHLA within the own
+            block too.
         causal: "token": a query sees no later token of its sequence, the one axis of the grid. "block": it sees no
             later block of the first axis, and of its own and earlier ones every token. The sequence may end before the
             grid does, with "block" behind a whole block (:mod:`mhla_diffusers.attention.causal`).
@@ -131,7 +123,6 @@ def mhla_attention(
         output_norm=output_norm,
         output_gate=output_gate,
         linear_weight=linear_weight,
-        extra=tuple(extra) if isinstance(extra, Sequence) else extra,  # type: ignore[arg-type]
         causal=causal,
     )
     return attend(call, backend)
@@ -143,11 +134,10 @@ def sparse_attention(
     value: torch.Tensor,
     grid: Sequence[int],
     *,
-    density: float | None = None,
+    density: float = DEFAULT_DENSITY,
     block_size: int | None = None,
     key_block_size: int | None = None,
-    order: Order | None = None,
-    lists: BlockLists | None = None,
+    order: Order = "content",
     far: Far = "second-order",
     pooled_bias: torch.Tensor | None = None,
     state_weight: torch.Tensor | None = None,
@@ -169,15 +159,14 @@ def sparse_attention(
         key: like ``query``.
         value: like ``query``.
         grid: token grid, 1 to 3 axes whose product is N, less the extra tokens.
-        density: part of all pairs of blocks that is listed, more than 0 and at most 1, which is softmax attention;
-            None for 0.1. Every query block lists at least one key block.
+        density: part of all pairs of blocks that is listed, more than 0 and at most 1, which is softmax attention.
+            Every query block lists at least one key block.
         block_size: tokens per block of queries, which follow a Hilbert curve through the grid; None fits it to the
             grid, 64 for videos.
         key_block_size: tokens per block of keys; must divide ``block_size``. None means ``block_size``, or fits the
             grid if that is None too.
-        order: "content" (None): every head sorts the keys of each stretch of the curve, so that a block holds keys that
+        order: "content": every head sorts the keys of each stretch of the curve, so that a block holds keys that
             are alike. "curve": a block holds neighbours.
-        lists: key blocks of every query block, in place of those chosen by content and the four arguments before.
         far: "second-order", or "means" without spread and states.
         pooled_bias: β, (H,), added to the logits of the means. None to fit it, and γ, within the call.
         state_weight: γ, (H,), weight of what is read from the states; given exactly where ``pooled_bias`` is, except
@@ -192,21 +181,17 @@ def sparse_attention(
         (B, N, H, D) in the type of ``query``; computed in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes, types, devices, grid, block sizes or lists do not fit, or the backend asked for cannot run
+        ValueError: shapes, types, devices, grid or block sizes do not fit, or the backend asked for cannot run
             the call.
         NotImplementedError: forward-mode derivatives or a transform of ``torch.func`` are active.
     """
     grid = check_grid(grid)
-    given = {"density": density, "block_size": block_size, "key_block_size": key_block_size, "order": order}
-    if lists is not None and (both := [name for name, value in given.items() if value is not None]):
-        raise ValueError(f"lists and {', '.join(both)} cannot be combined; give one of them.")
-    density = DEFAULT_DENSITY if density is None else density
     call = SparseCall(
         query=query,
         key=key,
         value=value,
         grid=grid,
-        sparse=lists or ContentRule.on(grid, density, block_size, key_block_size, order or "content"),
+        sparse=ContentRule.on(grid, density, block_size, key_block_size, order),
         far=far,
         pooled_bias=pooled_bias,
         state_weight=state_weight,
@@ -246,17 +231,15 @@ def run(call: MHLACall | SparseCall, backend: str = "auto") -> torch.Tensor:
         output = softmax_attention(call)  # whose precision autocast may say
     else:
         with without_autocast(call.query.device):
-            if isinstance(call, SparseCall):
-                output = chosen.sparse(call)
-            else:
-                output = beside_extra(call, chosen) if any(call.extra) else chosen.linear(call)
+            output = chosen.sparse(call) if isinstance(call, SparseCall) else chosen.linear(call)
     return output if has_none is None else output.masked_fill(has_none[..., None, None], 0)
 
 
-def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
-    """Backend by name; "auto" chooses the best one that can run the call.
+def backend_for(call: MHLACall | SparseCall, name: str) -> ModuleType:
+    """Module of a backend by name, :mod:`.eager` or that of the kernels; "auto" chooses the best one for the call.
 
     Raises:
+        ValueError: the kernels that were asked for cannot run the call.
         NotImplementedError: forward-mode derivatives or a transform of ``torch.func`` are active.
     """
     is_eager = not torch.compiler.is_compiling()  # torch.compile sees through transforms itself
@@ -271,10 +254,10 @@ def backend_for(call: MHLACall | SparseCall, name: str) -> Backend:
     if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, feature_map) is None:
         reason = triton.why_not(call.query, feature_map, *(call.sparse.sizes if isinstance(call, SparseCall) else ()))
         if reason is None:
-            return triton
-        if not torch.compiler.is_compiling():  # a call of the logger would break the graph
+            name = "triton"
+        elif not torch.compiler.is_compiling():  # a call of the logger would break the graph
             _say_eager(reason)
-    return triton if name == "triton" else eager
+    return triton.kernels_for(call) if name == "triton" else eager
 
 
 @cache
@@ -301,11 +284,6 @@ def check_call(call: MHLACall | SparseCall) -> None:
         is_tensor = isinstance(x, torch.Tensor)
         if not (is_tensor and x.shape == query.shape and x.dtype == query.dtype and x.device == query.device):
             raise ValueError(f"{name} is {_described(x)}, but query is {_described(query)}; they must be the same.")
-    extra: Any = call.extra
-    if not (isinstance(extra, tuple) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
-        raise ValueError(
-            f"extra={extra!r} must be two counts of tokens, before and after the grid, for example (0, 77)."
-        )
     if (tables := call.rotary) is not None:
         given = tables if isinstance(tables, tuple | list) else (tables,)
         table_shapes = (1, tokens, 1, head_dim), (batch, tokens, 1, head_dim)
@@ -319,7 +297,7 @@ def check_call(call: MHLACall | SparseCall) -> None:
     if isinstance(call, MHLACall):
         blocks = math.prod(call.blocks)
         shapes["mixing"] = (blocks, blocks), (heads, blocks, blocks)
-        shapes |= {"output_norm": ((head_dim,),), "output_gate": ((batch, tokens - sum(extra), heads, head_dim),)}
+        shapes |= {"output_norm": ((head_dim,),), "output_gate": (tuple(query.shape),)}
         shapes["linear_weight"] = ((heads,),)
     else:
         shapes |= {"pooled_bias": ((heads,),), "state_weight": ((heads,),)}
@@ -352,18 +330,18 @@ def _check_mhla(call: MHLACall) -> None:
     check_choice("rope", call.rope, ("after", "before"))
     if not (isinstance(call.eps, Real) and call.eps >= 0):
         raise ValueError(f"eps={call.eps!r} must be a number from 0 up, the floor of feature maps, such as 1e-6.")
-    is_beside = call.linear_weight is not None or any(call.extra)
-    if call.linear_weight is not None and call.causal is None and not any(call.extra):
-        raise ValueError("linear_weight needs extra tokens or causal attention; leave it out.")
+    is_beside = call.linear_weight is not None
+    if is_beside and call.causal is None:
+        raise ValueError("linear_weight needs causal attention; leave it out.")
     _check_values("linear_weight", call.linear_weight, lambda x: x > 0, "be positive, as the exponential is")
     if is_beside:
-        words = "not be negative beside softmax weights, as after mixing.clamp(min=0)"
+        words = "not be negative with linear_weight, as after mixing.clamp(min=0)"
         _check_values("mixing", call.mixing, lambda x: x >= 0, words)
     check_denominator(call.feature_map, call.eps, call.normalize, is_beside, call.causal)
     if call.causal is not None:
         check_choice("causal", call.causal, get_args(Causal))
-        if any(call.extra):
-            raise ValueError(f"extra={call.extra} does not work with causal={call.causal!r}; leave one of them out.")
+        if call.key_mask is not None:
+            raise ValueError(f"key_mask does not work with causal={call.causal!r}; leave one of them out.")
         if call.causal == "token" and len(call.grid) > 1 and math.prod(call.grid[1:]) > 1:
             raise ValueError(
                 f"causal='token' needs a grid with one axis, got {call.grid}; give ({math.prod(call.grid)},), or "
@@ -372,31 +350,25 @@ def _check_mhla(call: MHLACall) -> None:
 
 
 def _check_sparse(call: SparseCall) -> None:
-    """Raise ValueError unless lists and weights fit the tensors."""
+    """Raise ValueError unless weights and counts of extra tokens are such."""
     check_choice("far", call.far, get_args(Far))
+    extra: Any = call.extra
+    if not (isinstance(extra, tuple) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):
+        raise ValueError(
+            f"extra={extra!r} must be two counts of tokens, before and after the grid, for example (0, 77)."
+        )
     wanted = call.pooled_bias is not None and call.far == "second-order"
     if (call.state_weight is not None) != wanted:
         raise ValueError(
             "Give both pooled_bias and state_weight, or neither to have them fitted; with far='means' give no "
             "state_weight."
         )
-    if isinstance(lists := call.sparse, BlockLists):
-        batch, _, heads, _ = call.query.shape
-        counts = (block_count(call.grid, size) for size in lists.sizes)
-        given, wanted_shape = (lists.heads, lists.blocks, lists.key_blocks), (heads, *counts)
-        device = call.query.device
-        if given != wanted_shape or lists.keys.shape[0] not in (1, batch) or lists.keys.device != device:
-            raise ValueError(
-                f"lists are for {lists.keys.shape[0]} samples and (heads, query blocks, key blocks) {given} on "
-                f"{lists.keys.device}, but query on the grid {call.grid} needs 1 or {batch} and {wanted_shape} on "
-                f"{device}."
-            )
 
 
 def _check_tokens(call: MHLACall | SparseCall) -> None:
     """Raise ValueError unless a call has the tokens of its grid, or a causal call the first of them."""
-    extra, tokens, grid = call.extra, call.query.shape[1], call.grid
-    count = math.prod(grid)
+    extra = call.extra if isinstance(call, SparseCall) else (0, 0)
+    tokens, grid, count = call.query.shape[1], call.grid, math.prod(call.grid)
     if not (isinstance(call, MHLACall) and call.causal is not None):
         if count + sum(extra) != tokens:
             raise ValueError(

@@ -1,16 +1,16 @@
 """The arguments of one attention: a :class:`Call` of MHLA or of sparse attention.
 
-Block lists say which uniform blocks of keys (:mod:`.layout`, T of them on the grid) every head of every query block
-attends to with softmax: they are given, or found by a rule. Extra tokens (text in one sequence with an image, class and
-register tokens) have no place on the token grid, so they are in no block of it. They are few, so every query attends to
-them with softmax, and they attend to everything with softmax.
+In sparse attention every query block of every head attends with softmax to the key blocks (:mod:`.layout`) of its list,
+which a rule finds. Extra tokens (text in one sequence with an image, class and register tokens) have no place on the
+token grid, so they are in no block of it. They are few, so every query attends to them with softmax, and they attend to
+everything with softmax.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -41,12 +41,11 @@ def is_free_to_read(x: torch.Tensor) -> bool:
 def check_denominator(feature_map: str, eps: float, normalize: bool, beside_softmax: bool, causal: str | None) -> None:
     """Raise ValueError if the normaliser of a query can be 0.
 
-    ``beside_softmax``: whether extra tokens or an own block are attended to with softmax.
+    ``beside_softmax``: whether the own block is attended to with softmax.
     """
     if beside_softmax and not normalize:
         raise ValueError(
-            "normalize=False does not work with extra tokens or own='softmax', whose softmax weights share the "
-            "denominator; use normalize=True."
+            "normalize=False does not work with own='softmax', whose weights share the denominator; use normalize=True."
         )
     if normalize and feature_map == "relu" and eps <= 0 and (beside_softmax or causal == "token"):
         raise ValueError(
@@ -136,82 +135,22 @@ class ContentRule(UniformBlocks):
 
 @dataclass(frozen=True)
 class BlockLists(UniformBlocks):
-    """A list of key blocks for every head and query block.
-
-    Lists hold for all samples of a batch (S = 1) or for each its own (S = B).
-
-    Raises:
-        ValueError: the lists have another shape or type, do not ascend or name a block that is not there; on a device,
-            where looking would wait for it, shape and type alone are checked.
-    """
+    """Key blocks that every query block of a head attends to, as :func:`.sparse.with_lists` finds them for a call."""
 
     block_size: int
     keys: torch.Tensor
-    """int64 (S, H, T, n) for T query blocks: numbers of key blocks, ascending, and -1 behind shorter lists."""
-    key_blocks: int = 0
-    """Key blocks of the grid; 0 for as many as query blocks."""
-    order: Order = field(default="curve", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        keys = self.keys
-        if not (isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 4 and keys.shape[2]):
-            got = f"{keys.dtype} {tuple(keys.shape)}" if isinstance(keys, torch.Tensor) else type(keys).__name__
-            raise ValueError(
-                f"keys must be an int64 tensor (S, H, T, n) for T blocks, got {got}; convert masks with from_mask()."
-            )
-        if self.key_blocks == 0:
-            object.__setattr__(self, "key_blocks", self.blocks)
-        if is_free_to_read(keys):
-            ends = keys.where(keys >= 0, self.key_blocks)  # -1 is behind all
-            is_wrong = ((ends.diff() <= 0) & (ends[..., 1:] < self.key_blocks)).any(dim=-1)
-            is_wrong = is_wrong | ((keys < -1) | (keys >= self.key_blocks)).any(dim=-1)
-            if bool(is_wrong.any()):
-                raise ValueError(
-                    f"keys has the list {keys[is_wrong][0].tolist()}; lists must hold blocks from 0 to "
-                    f"{self.key_blocks - 1}, ascending without a block twice, and end with any -1."
-                )
-
-    @classmethod
-    def from_mask(
-        cls, block_size: int, mask: torch.Tensor, *, key_block_size: int = 0, order: Order = "curve"
-    ) -> "BlockLists":
-        """Make lists of bool (H, T, K) or (B, H, T, K): whether a head's query block (row) attends to a key block.
-
-        Waits for a device.
-        """
-        if mask.ndim not in (3, 4):
-            raise ValueError(f"mask must be (H, T, K) or (B, H, T, K) for T query blocks, got {tuple(mask.shape)}.")
-        mask = mask.bool() if mask.ndim == 4 else mask.bool()[None]
-        count = mask.shape[-1]
-        # blocks that are not listed are put behind all others, and cut off
-        keys = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
-        keys = keys[..., : int(mask.sum(dim=-1).max())]
-        keys = keys.where(keys < count, -1)
-        return cls(block_size, keys, count, key_block_size=key_block_size, order=order)
-
-    @property
-    def heads(self) -> int:
-        """H."""
-        return self.keys.shape[1]
-
-    @property
-    def blocks(self) -> int:
-        """T, query blocks of the grid."""
-        return self.keys.shape[2]
+    """int64 (S, H, T, n) for T query blocks, of all samples (S = 1) or each: ascending, -1 behind shorter lists."""
+    key_blocks: int
+    """K, key blocks of the grid."""
 
     def mask(self) -> torch.Tensor:
-        """Undo :meth:`from_mask`: bool (S, H, T, K)."""
+        """Which key blocks are listed: bool (S, H, T, K)."""
         return mask_of_lists(self.keys, self.key_blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments that MHLA and sparse attention share; :mod:`.api` describes them.
-
-    N tokens of the sequence, those of the grid in raster order between ``extra[0]`` tokens before and ``extra[1]``
-    after them.
-    """
+    """Arguments that MHLA and sparse attention share; :mod:`.api` describes them."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -219,22 +158,6 @@ class Call:
     grid: Shape
     rotary: Rotary | None = None
     key_mask: torch.Tensor | None = None
-    extra: Extra = (0, 0)
-
-    def on_grid(self, x: torch.Tensor) -> torch.Tensor:
-        """Take the grid's tokens out of a sequence (B, N, ...)."""
-        return x[:, self.extra[0] : x.shape[1] - self.extra[1]] if any(self.extra) else x
-
-    def extra_last(self, x: torch.Tensor) -> torch.Tensor:
-        """Move the extra tokens of a sequence (B, N, ...) behind the grid's, those before it first."""
-        before, end = self.extra[0], x.shape[1] - self.extra[1]
-        return torch.cat([x[:, before:end], x[:, :before], x[:, end:]], dim=1) if before else x
-
-    def in_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`extra_last`."""
-        before, end = self.extra[0], x.shape[1] - sum(self.extra)
-        parts = x[:, end : end + before], x[:, :end], x[:, end + before :]
-        return torch.cat(parts, dim=1) if before else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,19 +175,15 @@ class MHLACall(Call):
     linear_weight: torch.Tensor | None = None
     causal: str | None = None
     first: int = 0
-    """Place on the grid of the first grid token, where the call has a part of the tokens."""
-
-    @property
-    def tokens(self) -> int:
-        """Grid tokens of the call."""
-        return self.query.shape[1] - sum(self.extra)
+    """Place on the grid of the first token, where the call has a part of the tokens."""
 
     @property
     def own_blocks(self) -> slice:
         """Indices of MHLA blocks that may contain the call's tokens, so rows of the mixing matrix that it needs."""
-        if self.first == 0 and self.tokens == math.prod(self.grid):
+        tokens = self.query.shape[1]
+        if self.first == 0 and tokens == math.prod(self.grid):
             return slice(0, math.prod(self.blocks))
-        return blocks_of_range(self.grid, self.blocks, self.first, self.tokens)
+        return blocks_of_range(self.grid, self.blocks, self.first, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,22 +196,16 @@ class SparseCall(Call):
     """β, (H,), or (B, H) where it was fitted."""
     state_weight: torch.Tensor | None = None
     """γ, likewise."""
+    extra: Extra = (0, 0)
+    """Tokens before and after those of the grid in the sequence."""
 
+    def extra_last(self, x: torch.Tensor) -> torch.Tensor:
+        """Move the extra tokens of a sequence (B, N, ...) behind the grid's, those before it first."""
+        before, end = self.extra[0], x.shape[1] - self.extra[1]
+        return torch.cat([x[:, before:end], x[:, :before], x[:, end:]], dim=1) if before else x
 
-class Backend(Protocol):
-    """The functions of a backend, a module: :mod:`.eager` or :mod:`.triton.backend`. Autocast is off where they run."""
-
-    def linear(self, call: MHLACall) -> torch.Tensor:
-        """MHLA alone: (B, N, H, D)."""
-
-    def states(self, call: MHLACall) -> torch.Tensor:
-        """KV states, and to normalise key sums as a last row, of the call's tokens: (B, H, M, D + normalize, D)."""
-
-    def read(self, call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
-
-    def own_block(self, call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), in sum types."""
-
-    def sparse(self, call: SparseCall) -> torch.Tensor:
-        """Sparse attention, of extra tokens too: (B, N, H, D)."""
+    def in_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`extra_last`."""
+        before, end = self.extra[0], x.shape[1] - sum(self.extra)
+        parts = x[:, end : end + before], x[:, :end], x[:, end + before :]
+        return torch.cat(parts, dim=1) if before else x

@@ -14,14 +14,14 @@ The sequence begins with the grid and may end before it does.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import ModuleType
 from typing import Literal
 
 import torch
 
-from .call import Backend, MHLACall
+from .call import MHLACall
 from .feature_maps import get_feature_map
 from .layout import frame_block_starts
 from .mixing import causal_mixing
@@ -35,26 +35,21 @@ Own = tuple[torch.Tensor, torch.Tensor | None]
 """Output (B, N, H, D) and LSE (B, N, H, 1), None without normaliser; in float32 (float64 for float64 inputs)."""
 
 
-def causal_attention(call: MHLACall, backend: Backend) -> torch.Tensor:
-    """Attend in a sequence from its begin: (B, N, H, D); a query that sees masked keys alone gets 0."""
-    mask, starts, count = call.key_mask, frame_block_starts(call.grid, call.blocks), call.query.shape[1]
+def causal_attention(call: MHLACall, backend: ModuleType) -> torch.Tensor:
+    """Attend in a sequence from its begin, by the functions of :mod:`.eager` or of kernels: (B, N, H, D)."""
+    starts, count = frame_block_starts(call.grid, call.blocks), call.query.shape[1]
     call = with_causal_mixing(call)
     last = max(start for start in starts if start < count)
     if not has_own_part(call):
-        output = backend.linear(call)
-    elif not last:
-        output = beside_earlier(call, backend.own_block(call), None)
-    else:
-        # the first frame block has none before it, and the last is before none
-        mixing = causal_mixing(call.mixing, call.blocks, own=False)
-        alone = replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
-        states = backend.states(part_of(alone, slice(0, last)))
-        own = backend.own_block(call)
-        output = beside_earlier(call, own, backend.read(part_of(alone, slice(starts[1], count)), states))
-    if mask is None:
-        return output
-    ends = None if call.causal == "token" else [end for end in starts[1:] if end <= count]
-    return output.masked_fill(see_nothing(mask, ends)[..., None, None], 0)
+        return backend.linear(call)
+    if not last:
+        return beside_earlier(call, backend.own_block(call), None)
+    # the first frame block has none before it, and the last is before none
+    mixing = causal_mixing(call.mixing, call.blocks, own=False)
+    alone = replace(call, mixing=mixing, output_norm=None, output_gate=None, linear_weight=None)
+    states = backend.states(part_of(alone, slice(0, last)))
+    own = backend.own_block(call)
+    return beside_earlier(call, own, backend.read(part_of(alone, slice(starts[1], count)), states))
 
 
 def has_own_part(call: MHLACall) -> bool:
@@ -63,9 +58,8 @@ def has_own_part(call: MHLACall) -> bool:
 
 
 def with_causal_mixing(call: MHLACall) -> MHLACall:
-    """Return the call with a causal mixing matrix, and with tiny weights for masked keys."""
-    mixing = causal_mixing(least_mixing(call.mixing), call.blocks, own=True)
-    return replace(call, key_mask=least_mask(call), mixing=mixing)
+    """Return the call with a causal mixing matrix."""
+    return replace(call, mixing=causal_mixing(least_mixing(call.mixing), call.blocks, own=True))
 
 
 def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
@@ -73,28 +67,12 @@ def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
     return mixing.to(sum_dtype(mixing.dtype)) + LEAST
 
 
-def least_mask(call: MHLACall) -> torch.Tensor | None:
-    """Key mask in the type of sums, in which masked keys keep a tiny weight."""
-    return None if call.key_mask is None else call.key_mask.to(sum_dtype(call.query.dtype)).clamp_min(LEAST)
-
-
-def see_nothing(mask: torch.Tensor, ends: Sequence[int] | None) -> torch.Tensor:
-    """Which queries see masked keys (B, N) alone, of a sequence from its begin: bool (B, N).
-
-    ``ends`` are those of the frame blocks, if a query sees its whole own block; None if it sees no later key.
-    """
-    unseen = (mask != 0).cumsum(dim=1) == 0
-    if ends is None:
-        return unseen
-    return torch.cat([unseen[:, end - 1 : end].expand(-1, end - start) for start, end in pairwise([0, *ends])], dim=1)
-
-
 def part_of(call: MHLACall, tokens: slice) -> MHLACall:
     """The call of some of its tokens."""
     query, key, value = (x[:, tokens] for x in (call.query, call.key, call.value))
-    mask, gate = (None if x is None else x[:, tokens] for x in (call.key_mask, call.output_gate))
+    gate = None if call.output_gate is None else call.output_gate[:, tokens]
     rotary = None if call.rotary is None else (call.rotary[0][:, tokens], call.rotary[1][:, tokens])
-    changed = {"rotary": rotary, "key_mask": mask, "output_gate": gate, "first": call.first + tokens.start}
+    changed = {"rotary": rotary, "output_gate": gate, "first": call.first + tokens.start}
     return replace(call, query=query, key=key, value=value, **changed)
 
 
@@ -171,15 +149,13 @@ def _attend_within(call: MHLACall, blocks: slice) -> Own:
 
     query, key, value = (by_block(x) for x in (call.query, call.key, call.value))
     angles = None if table is None else by_block(table)
-    mask = None if call.key_mask is None else by_block(call.key_mask[..., None, None])
     if angles is not None and (call.linear_weight is not None or call.rope == "before"):
         query, key, angles = apply_rotary(query, angles), apply_rotary(key, angles), None
     if call.linear_weight is not None:
-        output, lse = own_softmax(query, key, value, mask, call.causal == "token")
+        output, lse = own_softmax(query, key, value, call.causal == "token")
         return in_order(output), in_order(lse)
     phi = get_feature_map(call.feature_map)
     query, key = phi(query, call.eps), phi(key, call.eps)
-    key = key if mask is None else key * mask
     own = call.mixing.diagonal(dim1=-2, dim2=-1)[..., blocks, None, None].to(dtype)
     normaliser = (query * key.cumsum(dim=-2)).sum(dim=-1, keepdim=True) if call.normalize else None
     if angles is not None:
@@ -191,18 +167,16 @@ def _attend_within(call: MHLACall, blocks: slice) -> Own:
 
 
 def own_softmax(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention, in which with ``is_causal`` the last query sees all keys, the one before it all but the last.
 
-    Queries (..., n, D) and keys (..., m, D), m ≥ n, after RoPE; mask (..., m, 1), the positive weight of every key.
+    Queries (..., n, D) and keys (..., m, D), m ≥ n, after RoPE.
 
     Returns:
         Output (..., n, D) and log of the sum of weights (..., n, 1).
     """
     scores = query * query.shape[-1] ** -0.5 @ key.mT
-    if mask is not None:
-        scores = scores + mask.log().mT
     if is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill(~seen.tril(key.shape[-2] - query.shape[-2]), -math.inf)

@@ -1,4 +1,7 @@
-"""The eager backend: PyTorch operations, for any device and dtype. :mod:`.triton.backend` has the same functions."""
+"""The eager backend: PyTorch operations, for any device and dtype.
+
+:mod:`.triton.branches` has the same functions, on kernels. Autocast is off where they run.
+"""
 
 from .causal import own_block
 from .linear import linear, read, states

@@ -2,34 +2,23 @@
 
 Sums are kept in float32 (float64 for float64 inputs) for any input type. Tokens are taken into the order of their
 blocks once; without gradients a few blocks are worked on at a time, so that on a CPU they stay in the cache.
-
-Extra tokens, such as the text of joint attention, lie in no MHLA block. Every query of the grid attends to the extra
-tokens E with softmax and to the grid through mixed states, under one denominator, s_t = q · k_t / √D after RoPE::
-
-    o = [ Σ_{t∈E} exp(s_t) v_t + λ φ(q)ᵀ Σ_b m_ib S_b ] / [ the same without v ]
-
-Extra tokens attend to everything with softmax.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from .blocks import from_blocks, to_blocks
-from .call import Backend, MHLACall
+from .call import MHLACall
 from .feature_maps import get_feature_map
-from .precision import EMPTY, LEAST, finish, sum_dtype, under_common_sum
-from .rope import apply_rotary, rotary_table, rotated
-from .sparse import in_parts, softmax_attention, softmax_of
+from .precision import finish, sum_dtype
+from .rope import apply_rotary, rotary_table
 
 _CACHED_BYTES = 2**19
 """Bytes of query, key or value, in the type of sums, that a CPU works on at once, if that is a block or more."""
 _MOST_BYTES = 2**23
 """The same of a part of one block, whose state is then the sum of several."""
-_ROWS = 64
-"""Queries that attend to extra tokens at once, at least."""
 _Part = tuple[slice, slice]
 """Blocks, and tokens within them, that are worked on at once."""
 
@@ -47,10 +36,10 @@ def states(call: MHLACall) -> torch.Tensor:
     """
     key, value, table = _in_blocks(call, call.key), _in_blocks(call, call.value), _angles(call)
     # what every row counts, 0 of filling; None where all count 1
-    weight, mask = None, None if call.key_mask is None else call.on_grid(call.key_mask)
+    weight, mask, count = None, call.key_mask, call.query.shape[1]
     is_even = all(size % count == 0 for size, count in zip(call.grid, call.blocks, strict=True))
-    if mask is not None or not is_even or call.tokens != math.prod(call.grid):
-        mask = torch.ones(1, call.tokens, device=key.device) if mask is None else mask
+    if mask is not None or not is_even or count != math.prod(call.grid):
+        mask = torch.ones(1, count, device=key.device) if mask is None else mask
         weight = to_blocks(mask.to(sum_dtype(call.query.dtype)), call.grid, call.blocks, 0, call.first, True)
         weight = weight[..., None, None]
     found: list[torch.Tensor] = []
@@ -64,8 +53,8 @@ def states(call: MHLACall) -> torch.Tensor:
         if tokens.start:
             state = found.pop() + state
         found.append(state)
-    own, count = call.own_blocks, math.prod(call.blocks)
-    return torch.nn.functional.pad(torch.cat(found, dim=2), (0, 0, 0, 0, own.start, count - own.stop))
+    own, whole = call.own_blocks, math.prod(call.blocks)
+    return torch.nn.functional.pad(torch.cat(found, dim=2), (0, 0, 0, 0, own.start, whole - own.stop))
 
 
 def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -73,7 +62,7 @@ def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
     Returns:
         The output (B, N, H, D) in the type of the query, and with ``normalize`` the normaliser of Eq. 4,
-        φ(q)ᵀ Σ_b m_ib z_b, as (B, N, H, 1) in float32 (float64 for float64 inputs). N tokens of the grid.
+        φ(q)ᵀ Σ_b m_ib z_b, as (B, N, H, 1) in float32 (float64 for float64 inputs).
     """
     query, table, head_dim = _in_blocks(call, call.query), _angles(call), call.query.shape[3]
     # expanded, since torch.matmul folds a single matrix that takes gradients into a product of transposing copies
@@ -90,39 +79,14 @@ def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
             output = output.div_(divisor.masked_fill(divisor == 0, math.inf))
         found.append([x.permute(0, 2, 3, 1, 4).flatten(1, 2) for x in (output, *normaliser)])
     rows = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in map(list, zip(*found, strict=True)))
-    place = call.grid, call.blocks, 0, call.first, call.tokens
+    place = call.grid, call.blocks, 0, call.first, call.query.shape[1]
     output, *normaliser = (from_blocks(x.reshape(*query.shape[:4], -1), *place) for x in rows)
     return finish(output, call.output_norm, call.output_gate).to(call.query.dtype), *normaliser
 
 
-def beside_extra(call: MHLACall, backend: Backend) -> torch.Tensor:
-    """MHLA merged with softmax over the extra tokens: (B, N, H, D); norm and gate leave extra tokens as they are.
-
-    Softmax and the merge are PyTorch operations on all devices.
-    """
-    dtype, tokens = sum_dtype(call.query.dtype), call.tokens
-    query, key = (rotated(x.to(dtype), call.rotary) for x in (call.query, call.key))
-    query = call.on_grid(query).transpose(1, 2) * query.shape[-1] ** -0.5
-    key, value = (call.extra_last(x)[:, tokens:].transpose(1, 2)[:, :, None] for x in (key, call.value.to(dtype)))
-    bias = key.new_zeros(key.shape[:4])
-    if call.key_mask is not None:
-        bias = bias + call.extra_last(call.key_mask)[:, None, None, tokens:].to(dtype).log().clamp_min(EMPTY)
-    rows = torch.nn.functional.pad(query, (0, 0, 0, -tokens % _ROWS)).unflatten(2, (-1, _ROWS))
-    found = in_parts(softmax_of, rows, (), (key, value, bias), _ROWS * key.shape[3])
-    softmax, lse = (x.flatten(2, 3)[:, :, :tokens].transpose(1, 2) for x in (found[0], found[1][..., None]))
-    least = None if call.key_mask is None else call.key_mask.to(dtype).clamp_min(LEAST)
-    mixing = call.mixing.to(sum_dtype(call.mixing.dtype)) + LEAST
-    alone = replace(call, key_mask=least, mixing=mixing, output_norm=None, output_gate=None)
-    by_states, normaliser = backend.read(alone, backend.states(alone))
-    weight = 1 if call.linear_weight is None else call.linear_weight.to(normaliser.dtype)[:, None]
-    output = under_common_sum(softmax, lse, by_states.to(dtype), (weight * normaliser).log())
-    output = finish(output, call.output_norm, call.output_gate).to(call.query.dtype)
-    return call.in_sequence(torch.cat([output, softmax_attention(call, of_extra=True)], dim=1))
-
-
 def _in_blocks(call: MHLACall, x: torch.Tensor) -> torch.Tensor:
-    """Order the grid's tokens of (B, N, H, D) by blocks: (B, b, L, H, D), shorter ones filled up with a token."""
-    return to_blocks(call.on_grid(x), call.grid, call.blocks, 0, call.first, False)
+    """Order (B, N, H, D) by blocks: (B, b, L, H, D), shorter ones filled up with a token."""
+    return to_blocks(x, call.grid, call.blocks, 0, call.first, False)
 
 
 def _angles(call: MHLACall) -> torch.Tensor | None:

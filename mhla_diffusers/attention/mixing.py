@@ -108,8 +108,6 @@ def resize_mixing(mixing: torch.Tensor, blocks: Sequence[int], new_blocks: Seque
 def _interpolated(x: torch.Tensor, axis: int, new: int) -> torch.Tensor:
     """Interpolate linearly between the block centres of an axis, given from behind, for ``new`` blocks on it."""
     old = x.shape[axis]
-    place = ((torch.arange(new, dtype=torch.float64, device=x.device) + 0.5) * old / new - 0.5).clamp(0, old - 1)
-    lower = place.floor().long().clamp_max(max(old - 2, 0))
-    fraction = (place - lower).to(x.dtype).view(-1, *(1,) * (-axis - 1))
-    left, right = x.index_select(axis, lower), x.index_select(axis, (lower + 1).clamp_max(old - 1))
-    return torch.lerp(left, right, fraction)
+    lines = x.movedim(axis, -1)
+    found = torch.nn.functional.interpolate(lines.reshape(1, -1, old), size=new, mode="linear")
+    return found.view(*lines.shape[:-1], new).movedim(-1, axis)

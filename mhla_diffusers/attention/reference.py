@@ -12,11 +12,11 @@ from .call import BlockLists, ContentRule, MHLACall, SparseCall
 from .feature_maps import get_feature_map
 from .layout import block_index, layout_of
 from .order import blocks_per_state
-from .precision import LEAST, OUTPUT_NORM_EPS, without_autocast
+from .precision import LEAST, OUTPUT_NORM_EPS
 from .rope import rotated
 from .sparse import key_block_of_tokens, with_lists
 
-_NUMBERS = 2**23
+_NUMBERS = 2**26
 """Weights that :func:`weight_held` forms at once."""
 
 
@@ -46,10 +46,7 @@ def reference_weights(call: MHLACall | SparseCall, rows: torch.Tensor | None = N
         )
     weights, normaliser = _linear(call, mask, rows)
     if call.causal is not None:
-        weights, normaliser, seen = _causal(call, weights, normaliser, scores, mask)
-        has_none = ~(seen & (mask != 0)[:, None, None]).any(dim=-1, keepdim=True)
-    elif any(call.extra):
-        weights, normaliser = _beside_extra(call, weights, normaliser, scores, mask)
+        weights, normaliser = _causal(call, weights, normaliser, scores)
     if call.normalize:
         total = normaliser.sum(dim=-1, keepdim=True)
         has_none = has_none | (total == 0)
@@ -58,15 +55,14 @@ def reference_weights(call: MHLACall | SparseCall, rows: torch.Tensor | None = N
 
 
 def _linear(call: MHLACall, mask: torch.Tensor, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights among the grid's tokens, and their normalisers: (B, H, N, N) each, or some rows of it."""
-    phi, mixing = get_feature_map(call.feature_map), call.mixing.double()
-    query, key, mask = (call.on_grid(x) for x in (call.query.double(), call.key.double(), mask))
-    rotary = None if call.rotary is None else (call.on_grid(call.rotary[0]), call.on_grid(call.rotary[1]))
+    """Weights of MHLA and their normalisers: (B, H, N, N) each, or some rows of it."""
+    phi, mixing, rotary = get_feature_map(call.feature_map), call.mixing.double(), call.rotary
+    query, key = call.query.double(), call.key.double()
     if call.rope == "before":
         query, key, rotary = rotated(query, rotary), rotated(key, rotary), None
     query, key = phi(query.clone(), call.eps), phi(key.clone(), call.eps)
-    if any(call.extra) or call.causal is not None:
-        mixing, mask = mixing + LEAST, mask.clamp_min(LEAST)
+    if call.causal is not None:
+        mixing = mixing + LEAST
     key = key * mask[:, :, None, None]
     block_of = block_index(call.grid, call.blocks).to(query.device)[: query.shape[1]]
     some = slice(None) if rows is None else rows
@@ -77,46 +73,26 @@ def _linear(call: MHLACall, mask: torch.Tensor, rows: torch.Tensor | None = None
 
 
 def _causal(
-    call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights, normalisers, and which keys a query sees (:mod:`mhla_diffusers.attention.causal`).
+    call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and normalisers of causal MHLA (:mod:`mhla_diffusers.attention.causal`).
 
-    Weights and normalisers of MHLA and scores of softmax are (B, H, N, N), the mask (B, N).
+    Made of weights and normalisers of MHLA and scores of softmax, (B, H, N, N) each.
     """
     frame_block = block_index(call.grid[:1], call.blocks[:1]).repeat_interleave(math.prod(call.grid[1:]))
     frame_block = frame_block[: scores.shape[-1]].to(scores.device)
     place = torch.arange(len(frame_block), device=scores.device) if call.causal == "token" else frame_block
     seen = place[:, None] >= place
     if call.linear_weight is None:
-        return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0), seen
+        return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
     own = frame_block[:, None] == frame_block
     largest = torch.where(own & seen, scores, -math.inf).amax(dim=-1, keepdim=True)
     # the linear branch's factor stays finite; without earlier frame blocks there is none, and own scores may all be low
     largest = torch.where(frame_block[:, None] > 0, largest.clamp_min(0), largest)
-    softmax = (scores - largest).exp() * mask.clamp_min(LEAST)[:, None, None]
+    softmax = (scores - largest).exp()
     earlier = (-largest.clamp_min(0)).exp() * call.linear_weight.double()[:, None, None]
     weights, normaliser = (torch.where(own, softmax, earlier * x) for x in (weights, normaliser))
-    return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0), seen
-
-
-def _beside_extra(
-    call: MHLACall, weights: torch.Tensor, normaliser: torch.Tensor, scores: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and normalisers of the whole sequence, with softmax for extra tokens, from those among the grid's tokens.
-
-    Scores of softmax are (B, H, N, N), the mask (B, N).
-    """
-    # a common factor of numerator and denominator, which keeps large scores finite
-    largest = scores.amax(dim=-1, keepdim=True).clamp_min(0)
-    softmax = (scores - largest).exp() * mask[:, None, None]
-    rows = slice(call.extra[0], scores.shape[-1] - call.extra[1])
-    factor = (-largest[:, :, rows]).exp()
-    if call.linear_weight is not None:
-        factor = factor * call.linear_weight.double()[:, None, None]
-    softmax, sums = softmax.clone(), softmax.clone()
-    softmax[:, :, rows, rows] = factor * weights
-    sums[:, :, rows, rows] = factor * normaliser
-    return softmax, sums
+    return torch.where(seen, weights, 0.0), torch.where(seen, normaliser, 0.0)
 
 
 def _sparse(
@@ -144,10 +120,10 @@ def _sparse(
     assert call.pooled_bias is not None
     columns = slice(call.extra[0], scores.shape[-1] - call.extra[1])
     rows = columns if any(call.extra) else slice(None)
-    query, key, mask = (call.on_grid(x) for x in (query, key, mask))
+    query, key, mask = (x[:, columns] for x in (query, key, mask))
     query = query / query.shape[-1] ** 0.5
     query_block = (layout_of(call.grid, lists.block_size).rows.long() // lists.block_size).to(query.device)
-    of_blocks = torch.nn.functional.one_hot(query_block, lists.blocks).double()
+    of_blocks = torch.nn.functional.one_hot(query_block, lists.keys.shape[2]).double()
     mean_query = torch.einsum("bqhd,qa->bhad", query, of_blocks) / of_blocks.sum(dim=0)[:, None]
     if not any(call.extra):
         query, query_block, of_blocks = query[:, chosen], query_block[chosen], of_blocks[chosen]
@@ -199,14 +175,12 @@ def reference_attention(call: MHLACall | SparseCall) -> torch.Tensor:
     output = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call), call.value.double())
     if isinstance(call, SparseCall):
         return output
-    end = output.shape[1] - call.extra[1]
-    on_grid = output[:, call.extra[0] : end]
     if call.output_norm is not None:
-        mean_square = on_grid.square().mean(dim=-1, keepdim=True)
-        on_grid = on_grid * torch.rsqrt(mean_square + OUTPUT_NORM_EPS) * call.output_norm.double()
+        mean_square = output.square().mean(dim=-1, keepdim=True)
+        output = output * torch.rsqrt(mean_square + OUTPUT_NORM_EPS) * call.output_norm.double()
     if call.output_gate is not None:
-        on_grid = on_grid * torch.nn.functional.silu(call.output_gate.double())
-    return torch.cat([output[:, : call.extra[0]], on_grid, output[:, end:]], dim=1)
+        output = output * torch.nn.functional.silu(call.output_gate.double())
+    return output
 
 
 def weight_held(call: SparseCall, count: int, shift: int) -> torch.Tensor:
@@ -214,26 +188,21 @@ def weight_held(call: SparseCall, count: int, shift: int) -> torch.Tensor:
 
     The mean over samples, heads and ``count`` queries, evenly along the curve; another ``shift`` chooses others.
     """
-    call = replace(call, query=call.query.float(), key=call.key.float(), value=call.value.float())
-    with without_autocast(call.query.device):
-        lists = with_lists(call).sparse
-        assert isinstance(lists, BlockLists)
-        order = layout_of(call.grid, lists.block_size).order.long()
-        order = order[order >= 0]
-        count = min(count, len(order))
-        places = (torch.arange(count) * len(order) // count + shift) % len(order)
-        query, key = (call.extra_last(rotated(x, call.rotary)) for x in (call.query, call.key))
-        query = query[:, order[places].to(query.device)] * query.shape[-1] ** -0.5
-        batch, _, heads, _ = query.shape
-        listed = lists.mask()[:, :, (places // lists.block_size).to(query.device)].expand(batch, -1, -1, -1)
-        member = key_block_of_tokens(call, lists).expand(batch, heads, -1)
-        mask = None if call.key_mask is None else call.extra_last(call.key_mask.float()).log()[:, None]
-        found = torch.zeros((), dtype=torch.float64, device=key.device)
-        for head in range(heads):
-            for rows in torch.arange(count).split(max(1, _NUMBERS // (batch * key.shape[1]))):
-                logits = query[:, rows, head] @ key[:, :, head].mT
-                weights = (logits if mask is None else logits + mask).softmax(dim=-1)
-                of_keys = listed[:, head, rows].gather(-1, member[:, head, None].expand(-1, len(rows), -1))
-                found += (weights[..., : member.shape[-1]] * of_keys).sum().double()
-                found += weights[..., member.shape[-1] :].sum().double()
-        return found / (batch * heads * count)
+    batch, tokens, heads, _ = call.query.shape
+    lists, device = with_lists(call).sparse, call.query.device
+    assert isinstance(lists, BlockLists)
+    order = layout_of(call.grid, lists.block_size).order.long()
+    order = order[order >= 0]
+    count = min(count, len(order))
+    places = (torch.arange(count) * len(order) // count + shift) % len(order)
+    listed = lists.mask().expand(batch, -1, -1, -1)
+    key_block = key_block_of_tokens(call, lists).expand(batch, heads, -1)[:, :, None]
+    softmax = replace(call, sparse=ContentRule(lists.block_size, 1.0))
+    of_grid = slice(call.extra[0], tokens - call.extra[1])
+    held = torch.zeros((), dtype=torch.float64, device=device)
+    for some in places.split(max(1, _NUMBERS // (batch * heads * tokens))):
+        weights = reference_weights(softmax, (call.extra[0] + order[some]).to(device))
+        blocks = (some // lists.block_size).to(device)
+        sees = listed[:, :, blocks].gather(-1, key_block.expand(-1, -1, len(some), -1))
+        held += weights.sum() - weights[..., of_grid].masked_fill(sees, 0).sum()
+    return held / (batch * heads * count)

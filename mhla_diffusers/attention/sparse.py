@@ -7,22 +7,14 @@ tokens, and for every other block c of n_c tokens the mean key k̄_c and value v
     pooled = Σ_{c∉R} w_ac exp(q · k̄_c) v̄_c / (the same without v),   w_ac = n_c exp(g_ac)
     o      = (1 − σ) listed + σ (pooled + γ_h q · M_a),   σ pooled's share of both denominators, its own times exp(β_h)
 
-**To second order.** Keys and values of a block that spread like a Gaussian around their means sum up exactly::
-
-    Σ_{t∈c} exp(q · k_t) v_t = n_c exp(q · k̄_c + ½ qᵀ Σ_c q) [ v̄_c + q · S_c ],   S_c = 1/n_c Σ (k_t − k̄_c)(v_t − v̄_c)ᵀ
-
-For any other block that is right to second order in its distances from the means; terms of first order vanish. The
-weight needs the variance of the block's scores. It is taken for the block's mean query q̄_a, channel by channel:
-s_ac = Σ_d q̄_ad² σ²_cd. The gain g_ac is ½ s_ac where that is small (:func:`log_gain`). S_c (D x D) is a KV state as
-MHLA keeps one per block, only centred. Weighing every S_c for every query would be too dear, but the weights may be
-those of the mean query too, and blocks of keys that were sorted together (a *stretch* s of 256 keys, :mod:`.order`) may
-share the mean S̄_s of their states, where blocks hold 16 and more::
+The gain g_ac is that of the variance s_ac = Σ_d q̄_ad² σ²_cd of the block's scores with the mean query
+(:func:`log_gain`). M_a mixes centred KV states S̄_s, the means of S_c = 1/n_c Σ (k_t − k̄_c)(v_t − v̄_c)ᵀ over a *stretch*
+s of keys that were sorted together (:mod:`.order`), with weights that content gives at every call::
 
     M_a = Σ_s m_as S̄_s,   m_as = Σ_{c∈s} softmax over c∉R of (q̄_a · k̄_c + log w_ac)
 
-That is Multi-Head Mixing with a matrix that content gives at every call, per head and sample. PISA (arXiv 2602.01077)
-published exact blocks beside block means and one centred state per head, weighed by the pooled share, before; mixing
-states by content and the spread in the weights are added here.
+docs/inside.md derives this, the second order in the distances of keys and values from their means. PISA (arXiv
+2602.01077) published exact blocks beside block means and one centred state per head before.
 
 **β and γ** are fitted within the call, per sample and head: for each β that is tried the best γ is a quotient of two
 sums over some sampled queries. A head whose blocks the expansion does not suit gets γ = 0.
@@ -40,7 +32,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .blocks import in_blocks, in_order, list_length, mask_of_lists
-from .call import BlockLists, Call, ContentRule, Far, SparseCall, UniformBlocks
+from .call import BlockLists, ContentRule, Far, SparseCall, UniformBlocks
 from .layout import block_count, layout_of
 from .order import blocks_per_state, content_order
 from .precision import EMPTY, product, sum_dtype, under_common_sum, without_autocast
@@ -172,7 +164,7 @@ class Rows(NamedTuple):
     """Rows along the curve that the grid's keys were before they were sorted, int64 (B, H, K L'); None if unsorted."""
 
 
-def uniform_rows(call: Call, blocks: UniformBlocks) -> Rows:
+def uniform_rows(call: SparseCall, blocks: UniformBlocks) -> Rows:
     """Order the tokens of a call by uniform blocks, and the keys of a stretch by content."""
     tokens, dtype, size = math.prod(call.grid), sum_dtype(call.query.dtype), blocks.key_block_size
     query, key, value = call.query.to(dtype), call.key.to(dtype), call.value.to(dtype)
@@ -206,7 +198,7 @@ def _in_order_of_content(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, x[:, :, on_grid:]], dim=2) if on_grid < x.shape[2] else rows
 
 
-def key_block_of_tokens(call: Call, blocks: UniformBlocks) -> torch.Tensor:
+def key_block_of_tokens(call: SparseCall, blocks: UniformBlocks) -> torch.Tensor:
     """Return the number of the key block that every token of the grid is in: int64 (1 or B, 1 or H, N)."""
     size = blocks.key_block_size
     rows, order = layout_of(call.grid, size, 0, str(call.query.device)).rows.long(), uniform_rows(call, blocks).order
@@ -239,7 +231,7 @@ class Pooled(NamedTuple):
     """:func:`log_gain` of it, g_ac."""
 
 
-def pool(call: Call, rows: Rows) -> Pooled:
+def pool(call: SparseCall, rows: Rows) -> Pooled:
     """Take the means of the grid's blocks; those of queries regardless of the mask of keys."""
     key, value, weights = (x[:, :, : rows.key_blocks] for x in rows[1:4])
     # no product of matrices, whose backward pass autocast would lower where backward() is called under it
@@ -472,7 +464,7 @@ def softmax_of(
     return output.masked_fill(is_empty[..., None], 0), lse.masked_fill(is_empty, EMPTY)
 
 
-def softmax_attention(call: Call, of_extra: bool = False) -> torch.Tensor:
+def softmax_attention(call: SparseCall, of_extra: bool = False) -> torch.Tensor:
     """Attend to everything by ``torch.nn.functional.scaled_dot_product_attention``: (B, N, H, D).
 
     ``of_extra``: with the extra tokens alone, those before the grid first, and sums in the type of sums.

@@ -39,11 +39,11 @@ def attend_split(call: MHLACall, group: dist.ProcessGroup, backend: str = "auto"
         backend: see :func:`mhla_diffusers.attention.mhla_attention`.
 
     Raises:
-        ValueError: causal attention, extra tokens or a mask; another number of tokens than the process's share; or what
+        ValueError: causal attention or a mask; another number of tokens than the process's share; or what
             :func:`mhla_diffusers.attention.mhla_attention` refuses.
     """
     check_call(call)
-    is_given = {"causal": call.causal is not None, "extra": any(call.extra), "key_mask": call.key_mask is not None}
+    is_given = {"causal": call.causal is not None, "key_mask": call.key_mask is not None}
     if refused := [name for name, given in is_given.items() if given]:
         raise ValueError(
             f"MHLA with tokens split over processes does not support {' or '.join(refused)}; run it in one process."

@@ -8,24 +8,23 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
 
 from ..errors import check_choice
 from .api import BACKENDS, backend_for, check_call
-from .call import Backend, MHLACall
+from .call import MHLACall
 from .causal import (
     Causal,
     Own,
     beside_earlier,
     causal_attention,
     has_own_part,
-    least_mask,
     least_mixing,
     own_softmax,
     part_of,
-    see_nothing,
     with_causal_mixing,
 )
 from .layout import check_layout, frame_block_starts
@@ -34,7 +33,7 @@ from .rope import Rotary, rotated
 
 Beyond = Literal["error", "relative"]
 
-_KEPT = ("_closed", "_earlier", "_open", "_keys", "_values", "_weights", "_unseen")
+_KEPT = ("_closed", "_earlier", "_open", "_keys", "_values")
 
 
 class MHLAState:
@@ -91,12 +90,9 @@ class MHLAState:
         # (B, H, blocks of a frame block, D + normalize, D): their mixture for the open frame block, and its own states
         self._earlier: torch.Tensor | None = None
         self._open: torch.Tensor | None = None
-        # its keys after RoPE and values (B, H, n, D), and weights of the keys (B, 1, n, 1), for softmax among tokens
+        # its keys after RoPE and values (B, H, n, D), for softmax among tokens
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
-        self._weights: torch.Tensor | None = None
-        # (B, 1): samples of whose keys all were masked so far; None for none
-        self._unseen: torch.Tensor | None = None
 
     def step(
         self,
@@ -105,7 +101,6 @@ class MHLAState:
         value: torch.Tensor,
         *,
         rotary: Rotary | None = None,
-        key_mask: torch.Tensor | None = None,
         output_gate: torch.Tensor | None = None,
         keep: bool = True,
         mixing: torch.Tensor | None = None,
@@ -119,7 +114,6 @@ class MHLAState:
             key: like ``query``.
             value: like ``query``.
             rotary: (cos, sin), each (1 or B, n, 1, D), of these tokens.
-            key_mask: (B, n), see :func:`mhla_attention`.
             output_gate: (B, n, H, D).
             keep: whether they belong to the past of the next step. Without it the state stays as it is, as for a frame
                 block that is denoised in several steps.
@@ -145,7 +139,6 @@ class MHLAState:
             grid=self.grid,
             blocks=self.blocks,
             rotary=rotary,
-            key_mask=key_mask,
             output_gate=output_gate,
             causal=self.causal,
             **(self.settings | {name: weight for name, weight in own.items() if weight is not None}),
@@ -158,15 +151,13 @@ class MHLAState:
                 self._mix_earlier(self._row_of(call))  # before what is put back, as every denoising step needs it
             before = vars(self).copy()
             try:
-                hidden = self._hidden(key_mask, query.shape[1])
                 output = self._go_on(backend, call, keep)
-                self._unseen = None if hidden is None else hidden[:, -1:]
             except BaseException:  # an interrupted step too would leave half of itself behind
                 vars(self).update(before)
                 raise
         if not keep:
             vars(self).update(before)
-        return output if hidden is None else output.masked_fill(hidden[..., None, None], 0)
+        return output
 
     @property
     def nbytes(self) -> int:
@@ -209,30 +200,16 @@ class MHLAState:
                 f"next has {self._place()[2]} tokens, but query has {count}."
             )
 
-    def _hidden(self, mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
-        """Which of the next ``count`` queries see masked keys alone, (B, n); None for none of them."""
-        if mask is None or (self.length and self._unseen is None):
-            return None
-        ends: list[int] | None = None
-        if self.causal == "block":
-            ends, place = [], self.length
-            while place < self.length + count:
-                _, offset, length = self._place(place)
-                place += length - offset
-                ends.append(place - self.length)
-        hidden = see_nothing(mask, ends)
-        return hidden if self._unseen is None else hidden & self._unseen
-
-    def _place(self, length: int | None = None) -> tuple[int, int, int]:
+    def _place(self) -> tuple[int, int, int]:
         """Index of the unfinished frame block, its tokens so far, and its final length."""
-        starts, length = self._starts, self.length if length is None else length
+        starts, length = self._starts, self.length
         if length < starts[-1]:
             row = bisect_right(starts, length) - 1
             return row, length - starts[row], starts[row + 1] - starts[row]
         row, offset = divmod(length - starts[-1], starts[1])
         return self.blocks[0] + row, offset, starts[1]
 
-    def _go_on(self, backend: Backend, call: MHLACall, keep: bool) -> torch.Tensor:
+    def _go_on(self, backend: ModuleType, call: MHLACall, keep: bool) -> torch.Tensor:
         """Output frame block by frame block; the beginning of a sequence is one call.
 
         Without ``keep`` what the last one leaves behind is not summed up.
@@ -275,11 +252,9 @@ class MHLAState:
         self._mix_earlier(mixing)
         frames = call.query.shape[1] // math.prod(self.grid[1:])
         grid, blocks = (frames, *self.grid[1:]), (1, *self.blocks[1:])
-        return replace(
-            call, grid=grid, blocks=blocks, mixing=mixing[..., -1, :], key_mask=least_mask(call), first=0
-        ), self._earlier
+        return replace(call, grid=grid, blocks=blocks, mixing=mixing[..., -1, :], first=0), self._earlier
 
-    def _attend(self, backend: Backend, piece: MHLACall, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
+    def _attend(self, backend: ModuleType, piece: MHLACall, earlier: torch.Tensor | None, keep: bool) -> torch.Tensor:
         seen = replace(piece, mixing=torch.eye(piece.mixing.shape[-1], device=piece.query.device))
         if not has_own_part(piece):
             states = backend.states(piece)
@@ -298,16 +273,15 @@ class MHLAState:
             self._keep(piece, backend.states(piece))
         return output
 
-    def _own(self, backend: Backend, piece: MHLACall) -> Own:
+    def _own(self, backend: ModuleType, piece: MHLACall) -> Own:
         """What the tokens of a piece take from their own frame block."""
         if piece.causal == "block" or piece.linear_weight is None:
             return backend.own_block(piece)
-        query, key, value, weight = _by_head(piece)
-        if self._keys is not None and self._values is not None and self._weights is not None:
+        query, key, value = _by_head(piece)
+        if self._keys is not None and self._values is not None:
             key, value = torch.cat([self._keys, key], dim=2), torch.cat([self._values, value], dim=2)
-            weight = torch.cat([self._weights, weight], dim=2)
-        self._keys, self._values, self._weights = key, value, weight
-        output, log_sum = own_softmax(query, key, value, weight, is_causal=True)
+        self._keys, self._values = key, value
+        output, log_sum = own_softmax(query, key, value, is_causal=True)
         return output.transpose(1, 2), log_sum.transpose(1, 2)
 
     def _keep(self, piece: MHLACall, states: torch.Tensor) -> None:
@@ -326,9 +300,9 @@ class MHLAState:
             oldest = closed[:, :, : too_many + 1].sum(dim=2, keepdim=True)
             closed = torch.cat([oldest, closed[:, :, too_many + 1 :]], dim=2)
         self._closed = closed if self.blocks[0] > 1 else None
-        self._earlier = self._open = self._keys = self._values = self._weights = None
+        self._earlier = self._open = self._keys = self._values = None
 
-    def _keep_begin(self, backend: Backend, begin: MHLACall) -> None:
+    def _keep_begin(self, backend: ModuleType, begin: MHLACall) -> None:
         """State after the beginning of a sequence."""
         count = begin.query.shape[1]
         over = sum(start <= count for start in self._starts) - 1
@@ -339,7 +313,7 @@ class MHLAState:
         if rest:
             self._open = by_frame_block[:, :, over]
             if begin.causal == "token" and begin.linear_weight is not None:
-                _, self._keys, self._values, self._weights = _by_head(part_of(begin, slice(count - rest, count)))
+                _, self._keys, self._values = _by_head(part_of(begin, slice(count - rest, count)))
 
 
 def _mixed(mixing: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -348,9 +322,7 @@ def _mixed(mixing: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
 
 
 def _by_head(call: MHLACall) -> tuple[torch.Tensor, ...]:
-    """Query and key after RoPE and value, (B, H, n, D), and weights of the keys, (B, 1, n, 1)."""
+    """Query and key after RoPE and value, (B, H, n, D)."""
     dtype = sum_dtype(call.query.dtype)
     query, key = (rotated(x.to(dtype), call.rotary) for x in (call.query, call.key))
-    mask = call.key_mask if call.key_mask is not None else torch.ones(call.key.shape[:2], device=call.key.device)
-    weight = mask.to(dtype)[:, None, :, None]
-    return query.transpose(1, 2), key.transpose(1, 2), call.value.to(dtype).transpose(1, 2), weight
+    return query.transpose(1, 2), key.transpose(1, 2), call.value.to(dtype).transpose(1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..attention import MHLACall, SparseCall, initial_mixing, mhla_attention, reference_weights, sparse_attention
+from ..attention import MHLACall, SparseCall, attend, initial_mixing, reference_weights
 from ..attention.sparse import with_lists
 from ..attention.triton.backend import why_not
 from .cases import Shape
@@ -41,30 +41,23 @@ def operator_errors(shape: Shape, device: torch.device, dtype: torch.dtype) -> d
     upstream = torch.randn(1, len(rows), shape.heads, shape.head_dim, device=device, dtype=torch.float64)
     common: dict[str, Any] = {"grid": shape.grid, "rotary": shape.draw_rotary(device)}
     mixing = initial_mixing(shape.blocks).to(device)
-    attends: dict[str, tuple[Any, Any, dict[str, torch.Tensor]]] = {
-        "MHLA": (
-            partial(mhla_attention, **common, blocks=shape.blocks),
-            partial(MHLACall, **common, blocks=shape.blocks),
-            {**inputs, "mixing": mixing + 0.1 * torch.rand_like(mixing)},
-        )
+    mhla = {**inputs, "mixing": mixing + 0.1 * torch.rand_like(mixing)}
+    calls: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {
+        "MHLA": (partial(MHLACall, **common, blocks=shape.blocks), mhla)
     }
     if shape.sparse is not None:
         rule, half = shape.sparse.rule_on(shape.grid), torch.full((shape.heads,), 0.5, device=device)
         lists: Any = with_lists(SparseCall(**inputs, **common, sparse=rule)).sparse
         given = {**common, "pooled_bias": half, "state_weight": half}
-        attends["sparse"] = (
-            partial(sparse_attention, **given, lists=lists),
-            partial(SparseCall, **given, sparse=lists),
-            inputs,
-        )
+        calls["sparse"] = partial(SparseCall, **given, sparse=lists), inputs
     errors = {}
-    for kind, (attend, call, tensors) in attends.items():
+    for kind, (call, tensors) in calls.items():
         exact = {name: x.double().requires_grad_() for name, x in tensors.items()}
         expected = torch.einsum("bhqk,bkhd->bqhd", reference_weights(call(**exact), rows), exact["value"])
         wanted = torch.autograd.grad(expected, list(exact.values()), upstream)
         for backend in ("eager",) if why_no_triton(shape, device, dtype) else ("eager", "triton"):
             leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-            found = attend(**leaves, backend=backend)[:, rows]
+            found = attend(call(**leaves), backend)[:, rows]
             gradients = torch.autograd.grad(found, list(leaves.values()), upstream.to(found.dtype))
             names = "output", *(f"gradient of {name}" for name in leaves)
             for name, one, other in zip(names, (found, *gradients), (expected, *wanted), strict=True):

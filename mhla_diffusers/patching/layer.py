@@ -99,7 +99,7 @@ class MHLALayer(nn.Module):
         output = attend(call, backend)
         if self.convolution is None:
             return output
-        added = self.convolution(call.on_grid(inputs.value).flatten(2), inputs.grid)
+        added = self.convolution(inputs.value.flatten(2), inputs.grid)
         return output + added.unflatten(-1, (-1, self.head_dim))
 
     @torch.no_grad()

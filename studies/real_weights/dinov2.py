@@ -57,10 +57,15 @@ class DinoMHLA(nn.Module):
         side = math.isqrt(hidden_states.shape[1] - 1)
         projections = self.own.q_proj, self.own.k_proj, self.own.v_proj
         query, key, value = (to(hidden_states).unflatten(-1, (self.heads, -1)) for to in projections)
-        weight = self.log_weight.exp()
-        output = mhla_attention(
-            query, key, value, self.mixing, (side, side), self.blocks, extra=(1, 0), linear_weight=weight
-        ).flatten(2)
+        patches, layout = [x[:, 1:] for x in (query, key, value)], (self.mixing, (side, side), self.blocks)
+        mhla = mhla_attention(*patches, *layout)
+        # of values that are all 1 the sums are the normaliser
+        normaliser = mhla_attention(*patches[:2], torch.ones_like(mhla), *layout, normalize=False)[..., :1]
+        score = (patches[0] * key[:, :1]).sum(dim=-1, keepdim=True) / query.shape[-1] ** 0.5
+        of_class = torch.sigmoid(score - normaliser.log() - self.log_weight[:, None])
+        first = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query[:, :1], key, value)))
+        output = torch.lerp(mhla, value[:, :1].expand_as(mhla), of_class)
+        output = torch.cat([first.transpose(1, 2), output], dim=1).flatten(2)
         if self.convolution is not None:
             local = self.convolution(value.flatten(2)[:, 1:].mT.unflatten(-1, (side, side)))
             output = output + functional.pad(local.flatten(2).mT, (0, 0, 1, 0))

@@ -15,6 +15,7 @@ from mhla_diffusers.attention import (
     BlockLists,
     MHLACall,
     SparseCall,
+    attend,
     initial_mixing,
     mhla_attention,
     reference_attention,
@@ -56,7 +57,7 @@ class Problem:
     @property
     def attention(self) -> Callable[..., torch.Tensor]:
         """The operator."""
-        return sparse_attention if self.blocks is None else mhla_attention
+        return attend_sparse if self.blocks is None else mhla_attention
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,10 +99,15 @@ class Problem:
         whole = math.prod(self.grid)
         tensors = {n: x[:, :tokens] if x.ndim == 4 and x.shape[1] == whole else x for n, x in self.tensors.items()}
         shorter = {"rotary": tuple(x[:, :tokens] for x in self.options.get("rotary", ()))}
-        if "key_mask" in self.options:
-            shorter["key_mask"] = self.options["key_mask"][:, :tokens]
         options = {name: shorter.get(name, value) for name, value in self.options.items()}
         return replace(self, tensors=tensors, options=options)
+
+
+def attend_sparse(backend: str = "auto", **arguments: Any) -> torch.Tensor:
+    """Sparse attention, or that of a call with ``lists``."""
+    if "lists" not in arguments:
+        return sparse_attention(**arguments, backend=backend)
+    return attend(SparseCall(sparse=arguments.pop("lists"), **arguments), backend)
 
 
 def reference(**arguments: Any) -> torch.Tensor:
@@ -155,7 +161,7 @@ def make_problem(
     if norm:
         tensors["output_norm"] = 1 + 0.3 * draw(head_dim)
     if gate:
-        tensors["output_gate"] = draw(batch, math.prod(grid), heads, head_dim)
+        tensors["output_gate"] = draw(*shape)
     if linear_branch:
         tensors["linear_weight"] = 0.5 + torch.rand(heads, generator=generator)
     if rotary:
@@ -195,6 +201,16 @@ def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.
     return {name: relative_error(found[name], expected[name]) for name in expected}
 
 
+def lists_of(mask: torch.Tensor, size: int, key_size: int = 0, order: str = "curve") -> BlockLists:
+    """Lists of bool (H, T, K) or (B, H, T, K): whether a head's query block (row) attends to a key block."""
+    mask = (mask if mask.ndim == 4 else mask[None]).bool()
+    count = mask.shape[-1]
+    # blocks that are not listed are put behind all others, and cut off
+    keys = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
+    keys = keys[..., : int(mask.sum(dim=-1).max())]
+    return BlockLists(size, keys.where(keys < count, -1), count, key_block_size=key_size, order=order)
+
+
 def random_lists(
     grid: tuple[int, ...],
     size: int,
@@ -208,7 +224,7 @@ def random_lists(
     """Lists of random blocks, in places empty."""
     shape = samples, heads, block_count(grid, size), block_count(grid, key_size)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
-    return BlockLists.from_mask(size, mask, key_block_size=key_size, order=order)
+    return lists_of(mask, size, key_size, order)
 
 
 def make_sparse_problem(
@@ -248,11 +264,9 @@ KINDS: dict[str, tuple[Callable[..., Problem], dict[str, Any]]] = {
     "MHLA": (_MHLA, EVERYTHING),
     "MHLA, RoPE before": (_MHLA, BEFORE | {"feature_map": "elu+1"}),
     "MHLA, not normalised": (_MHLA, BEFORE | {"normalize": False, "feature_map": "identity"}),
-    "text": (_MHLA, EVERYTHING | {"extra": (2, 5), "linear_branch": True}),
-    "text, RoPE before": (_MHLA, BEFORE | {"extra": (0, 5)}),
-    "causal by token": (_CAUSAL, {"rotary": True, "mask": True, "feature_map": "elu+1"}),
+    "causal by token": (_CAUSAL, {"rotary": True, "feature_map": "elu+1"}),
     "causal by token, softmax": (_CAUSAL, {"rotary": True, "linear_branch": True, "gate": True}),
-    "causal by block": (partial(_MHLA, causal="block"), {"mask": True}),
+    "causal by block": (partial(_MHLA, causal="block"), {}),
     "causal by block, softmax": (partial(_MHLA, causal="block"), {"linear_branch": True, "norm": True}),
     "lists": (_LISTS, {"rotary": True, "mask": True}),
     "lists, means": (_LISTS, {"far": "means"}),
@@ -272,41 +286,34 @@ def problem_of(kind: str, **changes: Any) -> Problem:
 
 
 @st.composite
-def drawn_problems(draw: st.DrawFn, kind: str, *, kernels: bool = False) -> Problem:
-    """A problem of any size and options: MHLA, "text", "causal" or "sparse"; for ``kernels`` one that they can run."""
+def drawn_problems(draw: st.DrawFn, kind: str) -> Problem:
+    """A problem of any size and options: MHLA, "causal" or "sparse"."""
 
     def flags(*names: str) -> dict[str, bool]:
         return {name: draw(st.booleans()) for name in names}
 
-    sizes: dict[str, Any] = {
-        "head_dim": 2 * draw(st.integers(1, 20 if kernels else 8)),
-        "seed": draw(st.integers(0, 999)),
-    }
-    sizes |= {"batch": draw(st.integers(1, 2)), "heads": 1 if kernels else draw(st.integers(1, 2))}
-    counts = st.lists(st.integers(1, 3), min_size=1, max_size=3)
-    blocks = tuple(draw(counts.filter(lambda found: not kernels or math.prod(found) <= 6)))
-    grid = tuple(count + draw(st.integers(0, 2 if kernels else 5)) for count in blocks)
-    extra = draw(st.sampled_from([(1, 0), (2, 3), (0, 18)] if kernels else [(1, 0), (0, 1), (2, 3), (40, 1)]))
+    sizes: dict[str, Any] = {"head_dim": 2 * draw(st.integers(1, 8)), "seed": draw(st.integers(0, 999))}
+    sizes |= {"batch": draw(st.integers(1, 2)), "heads": draw(st.integers(1, 2))}
+    blocks = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    grid = tuple(count + draw(st.integers(0, 5)) for count in blocks)
     if kind == "sparse":
         options = {
             "density": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
             "far": draw(st.sampled_from(["second-order", "means"])),
             "order": draw(st.sampled_from(["content", "curve"])),
-            "key_size": 16 if kernels else draw(st.integers(1, 6)),
-            "extra": draw(st.sampled_from([(0, 0), extra])),
+            "key_size": draw(st.integers(1, 6)),
+            "extra": draw(st.sampled_from([(0, 0), (0, 1), (2, 3), (40, 1)])),
         }
-        size = options["key_size"] * draw(st.sampled_from([1, 2] if kernels else [1, 2, 4]))
+        size = options["key_size"] * draw(st.sampled_from([1, 2, 4]))
         return make_sparse_problem(grid, size, **options, **sizes, **flags("rotary", "mask"))
-    options = flags(*EVERYTHING)
-    maps = KERNEL_MAPS if kernels else POSITIVE_MAPS
-    options |= {"rope": draw(st.sampled_from(["after", "before"])), "feature_map": draw(st.sampled_from(maps))}
+    options = flags(*EVERYTHING) | {
+        "rope": draw(st.sampled_from(["after", "before"])),
+        "feature_map": draw(st.sampled_from(POSITIVE_MAPS)),
+    }
     if kind == "MHLA":
         return make_problem(grid, blocks, normalize=draw(st.booleans()), **options, **sizes)
-    options |= flags("linear_branch")
-    if kind == "text":
-        return make_problem(grid, blocks, extra=extra, **options, **sizes)
     # with relu and RoPE after it a normaliser may be nearly nothing beside the weights, and any rounding large then
-    options["feature_map"] = "elu+1"
+    options |= flags("linear_branch") | {"mask": False, "feature_map": "elu+1"}
     causal, rows = draw(st.sampled_from(["token", "block"])), draw(st.integers(1, 5))
     first = rows + draw(st.integers(0, 20 if causal == "token" else 4))
     grid, blocks = ((first,), (rows,)) if causal == "token" else ((first, 2, 3), (rows, 1, draw(st.integers(1, 3))))

@@ -5,13 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from .problems import BACKENDS, DEVICE, KINDS, Problem, errors_against_reference, problem_of, reference
+from .problems import DEVICE, KINDS, Problem, errors_against_reference, problem_of, reference
 
-ON_KERNELS = ["MHLA", "text, RoPE before", "causal by token, softmax", "lists", "by content, text"]
+ON_KERNELS = ["MHLA", "causal by block, softmax", "lists", "by content, text"]
 """Kinds that together launch every kernel, of which the interpreter takes its time."""
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
 by_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -53,6 +51,8 @@ def test_weights_sum_to_one_and_large_logits_stay_finite(kind, backend):
 @by_kind_and_backend
 def test_a_sample_without_a_key_gets_nothing(kind, backend):
     """As from PyTorch's attention, forward and backward; the other samples do not notice."""
+    if kind.startswith("causal"):
+        pytest.skip("causal attention takes no mask")
     problem = problem_of(kind, batch=2, heads=1, mask=True)
     problem.options["key_mask"][0] = False
     problem = problem.to()
@@ -139,7 +139,7 @@ STRIDED = [fused, heads_before_tokens, channels_not_last, expanded, every_other_
 
 
 VIEWED = [
-    *product(("MHLA", "MHLA, RoPE before", "text", "causal by token, softmax", "lists"), STRIDED, ["eager"]),
+    *product(("MHLA", "MHLA, RoPE before", "causal by token, softmax", "lists"), STRIDED, ["eager"]),
     *(pytest.param("MHLA", strided, "triton", marks=pytest.mark.gpu) for strided in STRIDED),
     *(pytest.param("lists", strided, "triton", marks=pytest.mark.gpu) for strided in STRIDED[2:]),
 ]
@@ -162,14 +162,6 @@ def test_views_give_what_copies_give_and_are_not_changed(kind, strided, backend)
     assert all(map(torch.equal, views, before))
 
 
-@by_backend
-def test_activation_checkpointing(backend):
-    problem = problem_of("MHLA", batch=1).to()
-    attend = running(problem, backend)
-    expected, found = problem.run(attend), problem.run(partial(checkpoint, attend, use_reentrant=False))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @on_both(["causal by token", "causal by block, softmax"], ["MHLA", "lists", "by content, text"])
 def test_compile_as_one_graph(kind, backend):
     """Output and gradients; lists are made outside, since a constructor may not read values while a graph is traced."""
@@ -181,7 +173,7 @@ def test_compile_as_one_graph(kind, backend):
         assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-@on_both(["by content"], ["text, RoPE before"])
+@on_both(["by content"], ["by content, text"])
 @torch.no_grad()
 def test_compile_as_one_graph_for_all_lengths_of_text(kind, backend):
     """Another length makes a graph for all."""

@@ -7,29 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusers import CausalConfig, SparseConfig
-from mhla_diffusers.attention import SparseCall, attend, initial_mixing, mhla_attention
+from mhla_diffusers.attention import SparseCall, attend
 from mhla_diffusers.attention.costs import AttentionSizes
 
 from ..refusals import refused
 
-GRID, SIZE, BLOCKS, HEADS, DIM = (16, 16), 64, (2, 2), 2, 16
-
-
-def counted(extra):
-    """FLOPs of MHLA over 256 tokens of the grid and extra tokens."""
-    query, key, value = torch.empty(3, 1, 256 + extra, HEADS, DIM, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        mhla_attention(query, key, value, initial_mixing(BLOCKS).to("meta"), GRID, BLOCKS, extra=(0, extra))
-    return counter.get_total_flops()
-
-
-def test_extra_tokens_beside_mhla():
-    """MHLA costs what it does without them."""
-    sizes = AttentionSizes(256, HEADS, DIM, 4, extra=64)
-    assert counted(64) - counted(0) == 4 * DIM * sizes.listed_pairs
-    assert sizes.listed_pairs == HEADS * (2 * 256 * 64 + 64**2)
-    assert sizes.flops == sizes.linear_flops + 4 * DIM * sizes.listed_pairs
-    assert sizes.linear_flops == AttentionSizes(256, HEADS, DIM, 4).flops
+GRID, HEADS, DIM = (16, 16), 2, 16
 
 
 def test_what_is_read_from_states_costs_states_mixing_and_reading():

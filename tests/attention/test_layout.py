@@ -101,17 +101,6 @@ def test_tables_do_not_depend_on_the_mode_or_device_of_the_moment():
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
-@pytest.mark.parametrize("extra", [0, 1, 4, 13])
-def test_uniform_blocks_hold_every_token_once_and_give_them_back(extra):
-    """Those of text have blocks of their own."""
-    count = 15 + extra
-    x = torch.arange(2 * count * 3).view(2, count, 3) + 1
-    rows = to_blocks(x, (3, 5), [], 4, 0, True)
-    assert rows.shape[1:3] == block_rows((3, 5), (), 4, 0, count) == (4 + math.ceil(extra / 4), 4)
-    assert sorted(rows[0, ..., 0][rows[0, ..., 0] > 0].tolist()) == x[0, :, 0].tolist()
-    assert torch.equal(from_blocks(rows, (3, 5), [], 4, 0, count), x)
-
-
 @pytest.mark.parametrize(
     ("place", "count"), [(((5, 4), (2, 3), 0, 0), 20), (((5, 4), (2, 3), 0, 3), 11), (((5, 4), [], 6, 0), 23)], ids=str
 )

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mhla_diffusers.attention import (
-    BlockLists,
     MHLAState,
     extend_mixing,
     initial_mixing,
@@ -20,9 +19,8 @@ from mhla_diffusers.attention.layout import check_layout
 
 from ..refusals import refused
 
-X, FIVE, ONES = torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 5), torch.ones(2, 12, 2, 8)
+X, FIVE = torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 5)
 TENSORS = {"query": X, "key": X, "value": X}
-LISTS = BlockLists.from_mask(6, torch.ones(2, 2, 2))
 
 
 def mhla(**changes: Any) -> None:
@@ -33,17 +31,9 @@ def causal(**changes: Any) -> None:
     mhla(**{"grid": (12,), "blocks": (4,), "causal": "token"} | changes)
 
 
-def beside_text(**changes: Any) -> None:
-    mhla(**{"grid": (2, 4), "extra": (1, 3)} | changes)
-
-
 def sparse(**changes: Any) -> None:
     weights = {"pooled_bias": torch.zeros(2), "state_weight": torch.ones(2)}
-    sparse_attention(**TENSORS | {"grid": (3, 4), "lists": LISTS} | weights | changes)
-
-
-def by_content(**changes: Any) -> None:
-    sparse_attention(**TENSORS | {"grid": (3, 4)} | changes)
+    sparse_attention(**TENSORS | {"grid": (3, 4)} | weights | changes)
 
 
 def state(before: int = 0, tokens: torch.Tensor = X[:, :1], rotary: Any = None, **settings: Any) -> None:
@@ -59,7 +49,14 @@ def state(before: int = 0, tokens: torch.Tensor = X[:, :1], rotary: Any = None, 
 
 
 kernels = partial(mhla, backend="triton")
-sparse_kernels = partial(by_content, **dict.fromkeys(TENSORS, torch.randn(1, 24, 1, 8)), grid=(4, 6), backend="triton")
+sparse_kernels = partial(
+    sparse,
+    pooled_bias=None,
+    state_weight=None,
+    **dict.fromkeys(TENSORS, torch.randn(1, 24, 1, 8)),
+    grid=(4, 6),
+    backend="triton",
+)
 
 CALLS = [
     (mhla, "(2, 12, 16)", {"query": X.flatten(2)}),
@@ -77,29 +74,21 @@ CALLS = [
     (mhla, "head dim...5", dict.fromkeys(TENSORS, FIVE) | {"rotary": (torch.randn(1, 12, 1, 5),) * 2}),
     (mhla, "key_mask...(2, 12)...(12,)", {"key_mask": torch.ones(12, dtype=torch.bool)}),
     (mhla, "key_mask...-10000", {"key_mask": torch.full((2, 12), -1e4)}),
-    (mhla, "linear_weight...extra tokens", {"linear_weight": torch.ones(2)}),
+    (mhla, "linear_weight...causal", {"linear_weight": torch.ones(2)}),
     (mhla, "output_norm...(8,)...(16,)", {"output_norm": torch.ones(16)}),
     (mhla, "output_gate...(2, 12, 2, 8)...(2, 12, 16)", {"output_gate": torch.ones(2, 12, 16)}),
-    (beside_text, "extra=(3,)", {"extra": (3,)}),
-    (beside_text, "extra=(-1, 8)", {"extra": (-1, 8)}),
-    (beside_text, "(2, 4)...8...N=12...extra=(3, 5)", {"extra": (3, 5)}),
-    (beside_text, "normalize=True", {"normalize": False}),
-    (beside_text, "eps=0.0", {"eps": 0.0}),
-    (beside_text, "mixing...-0.5", {"mixing": torch.full((4, 4), -0.5)}),
-    (beside_text, "linear_weight...-0.5 to 1", {"linear_weight": torch.tensor([1.0, -0.5])}),
-    (beside_text, "output_gate...(2, 8, 2, 8)...(2, 12, 2, 8)", {"output_gate": ONES}),
-    (beside_text, "rotary...12, 1, 8)...(1, 8, 1, 8)", {"rotary": (torch.ones(1, 8, 1, 8),) * 2}),
     (causal, "'tokens'...'token'...'block'", {"causal": "tokens"}),
     (causal, "(4, 3)...(12,)...causal='block'", {"grid": (4, 3), "blocks": (2, 2)}),
     (causal, "N=12...11", {"grid": (11,)}),
     (causal, "4, 8, 11, 14...12", {"grid": (14,), "causal": "block"}),
-    (causal, "extra...causal='token'", {"extra": (3, 0), "grid": (9,)}),
+    (causal, "key_mask...causal='token'", {"key_mask": torch.ones(2, 12)}),
+    (causal, "mixing...-0.5", {"linear_weight": torch.ones(2), "mixing": torch.full((4, 4), -0.5)}),
+    (causal, "linear_weight...-0.5 to 1", {"linear_weight": torch.tensor([1.0, -0.5])}),
     (causal, "eps=0.0", {"eps": 0.0}),
     (causal, "normalize=True", {"linear_weight": torch.ones(2), "normalize": False}),
-    (sparse, "(2, 2, 2)...(3, 4)...(2, 3, 3)", {"lists": BlockLists.from_mask(4, torch.ones(2, 2, 2))}),
-    (sparse, "(3, 2, 2)...(2, 2, 2)", {"lists": BlockLists.from_mask(6, torch.ones(3, 2, 2))}),
-    (sparse, "3 samples...1 or 2", {"lists": BlockLists.from_mask(6, torch.ones(3, 2, 2, 2))}),
-    (sparse, "lists...density", {"density": 0.5}),
+    (sparse, "extra=(3,)", {"extra": (3,)}),
+    (sparse, "extra=(-1, 8)", {"extra": (-1, 8)}),
+    (sparse, "(2, 4)...8...N=12...extra=(3, 5)", {"grid": (2, 4), "extra": (3, 5)}),
     (sparse, "third-order", {"far": "third-order"}),
     (sparse, "pooled_bias...(2,)", {"pooled_bias": torch.zeros(3)}),
     (sparse, "state_weight", {"state_weight": None}),
@@ -131,12 +120,7 @@ def test_a_call_that_does_not_fit(call, words, changes):
 
 
 IMPOSSIBLE = {
-    "(3, 4)": lambda: BlockLists.from_mask(4, torch.ones(3, 4)),
-    "0 to 3": lambda: BlockLists(4, torch.full((1, 1, 4, 1), 4)),
-    "[1, 0]": lambda: BlockLists(4, torch.tensor([[[[1, 0], [0, 1]]]])),
-    "[-1, 0]": lambda: BlockLists(4, torch.tensor([[[[-1, 0], [0, 1]]]])),
-    "torch.bool": lambda: BlockLists(4, torch.ones(1, 2, 2, 2, dtype=torch.bool)),
-    "block_size=0": lambda: BlockLists.from_mask(0, torch.ones(2, 3, 3)),
+    "block_size=0": lambda: ContentRule(0, 0.1),
     "block_size=(2, 2)": lambda: ContentRule((2, 2), 0.1),
     "order='place'": lambda: ContentRule(64, 0.1, order="place"),
     "key_block_size=48": lambda: ContentRule(64, 0.1, key_block_size=48),
@@ -160,7 +144,7 @@ def test_lists_rules_layouts_and_matrices_that_cannot_be(words, make):
 GRIDS = [(3, 0), (3.0, 4), (np.float64(3), 4), "34", (), (2, 1, 6, 1), None, 12]
 
 
-@pytest.mark.parametrize("call", [mhla, by_content])
+@pytest.mark.parametrize("call", [mhla, sparse])
 @pytest.mark.parametrize("grid", GRIDS, ids=repr)
 def test_what_is_no_grid(call, grid):
     with refused("grid="):

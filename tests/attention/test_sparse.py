@@ -6,13 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mhla_diffusers.attention import BlockLists, SparseCall, reference_attention, sparse_attention, with_lists
+from mhla_diffusers.attention import (
+    SparseCall,
+    attend,
+    reference_attention,
+    reference_weights,
+    sparse_attention,
+    with_lists,
+)
 from mhla_diffusers.attention.call import ContentRule
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.attention.sparse import BIASES, MOST_STATE_WEIGHT, fitting_rows, key_block_of_tokens
 
-from .problems import BACKENDS, call_of, errors_against_reference, make_sparse_problem
+from .problems import BACKENDS, attend_sparse, call_of, errors_against_reference, lists_of, make_sparse_problem
 
 
 def test_a_stretch_without_a_key_has_no_state():
@@ -81,14 +88,15 @@ def test_the_error_falls_with_the_distance_of_keys_from_their_mean(values_differ
     apart, differences = torch.randn(2, 1, 2, 8, 1, 8, generator=make, dtype=torch.float64)
     apart[..., 1:] = 0
     value = (mean_value + differences * values_differ).flatten(1, 2)
-    none = BlockLists.from_mask(8, torch.zeros(1, 2, 2))
+    none = lists_of(torch.zeros(1, 2, 2), 8)
     one, errors = torch.ones(1, dtype=torch.float64), {far: [] for far in orders}
     for distance in (0.02, 0.01):
         key = (centre + distance * apart).flatten(1, 2)
         softmax = sparse_attention(query, key, value, (16,), density=1.0)
         for far, found in errors.items():
             weights = {"pooled_bias": 0 * one} | ({"state_weight": one} if far == "second-order" else {})
-            output = sparse_attention(query, key, value, (16,), lists=none, far=far, **weights)
+            tensors = {"query": query, "key": key, "value": value}
+            output = attend(SparseCall(**tensors, grid=(16,), sparse=none, far=far, **weights))
             found.append(float((output - softmax).norm()))
     for far, order in orders.items():
         assert errors[far][0] / errors[far][1] == pytest.approx(2**order, rel=0.1)
@@ -184,10 +192,23 @@ def test_the_fitted_weights_are_the_best(options):
 def test_without_gradients_a_cpu_has_a_kernel_of_its_own(options, density, dtype):
     problem = make_sparse_problem((7, 9, 4), 32, key_size=8, density=density, **options)
     tensors = {name: x.to(dtype) for name, x in problem.tensors.items()}
-    with_gradients = sparse_attention(**{name: x.requires_grad_() for name, x in tensors.items()}, **problem.settings)
+    with_gradients = attend_sparse(**{name: x.requires_grad_() for name, x in tensors.items()}, **problem.settings)
     with_gradients = with_gradients.detach()
     with torch.no_grad():
-        found = sparse_attention(**tensors, **problem.settings)
+        found = attend_sparse(**tensors, **problem.settings)
     # sums of some 250 products in another order
     tolerance = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps * float(with_gradients.abs().max())}
     torch.testing.assert_close(found, with_gradients, **tolerance)
+
+
+def test_reference_weights_are_of_the_sequence():
+    problem = make_sparse_problem((5, 6), 6, key_size=2, extra=(3, 4), mask=True)
+    weights, value = (
+        reference_weights(call_of(**problem.tensors, **problem.settings)),
+        problem.tensors["value"].double(),
+    )
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 2, 37, dtype=torch.float64))
+    expected = reference_attention(call_of(**problem.tensors, **problem.settings))
+    torch.testing.assert_close(torch.einsum("bhqk,bkhd->bqhd", weights, value), expected)
+    masked = ~problem.options["key_mask"][:, None, :].expand(-1, 37, -1)
+    assert not weights.transpose(0, 1)[:, masked].abs().gt(1e-9).any()

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mhla_diffusers.attention import BlockLists, initial_mixing, mhla_attention, sparse_attention
+from mhla_diffusers.attention import BlockLists, SparseCall, attend, initial_mixing, mhla_attention
 from mhla_diffusers.benchmark import correctness
 from mhla_diffusers.benchmark.cases import Shape, choose_cases
 from mhla_diffusers.benchmark.correctness import check_operator
@@ -45,14 +45,16 @@ def test_flops_are_those_that_pytorch_counts():
     shape = Shape("", (16, 16), (2, 2), 3, 16, config)
     linear = shape.sizes(MHLAConfig(blocks=shape.blocks))
     inputs, ones = shape.draw_inputs(CPU, torch.float32), torch.ones(3)
-    every_other = torch.arange(8) % 4 == 0  # a quarter of the blocks of keys, for every block of queries
-    lists = {
-        "lists": BlockLists.from_mask(32, every_other.expand(3, 8, 8).clone(), key_block_size=32),
-        "pooled_bias": ones,
-        "state_weight": ones,
-    }
+    keys = torch.tensor([0, 4]).expand(1, 3, 8, 2)  # a quarter of the blocks of keys, for every block of queries
+    sparse = SparseCall(
+        **dict(zip(("query", "key", "value"), inputs, strict=True)),
+        grid=shape.grid,
+        sparse=BlockLists(32, keys, 8, order="curve"),
+        pooled_bias=ones,
+        state_weight=ones,
+    )
     calls = {
-        "sparse": lambda: sparse_attention(*inputs, shape.grid, **lists),
+        "sparse": lambda: attend(sparse),
         "linear": lambda: mhla_attention(*inputs, initial_mixing(shape.blocks), shape.grid, shape.blocks),
         "softmax": lambda: torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs)),
     }

@@ -1,4 +1,4 @@
-"""The Triton backend: when it can run, and the functions of :mod:`mhla_diffusers.attention.eager` on kernels.
+"""When the kernels of :mod:`.branches` can run, which has the functions of :mod:`mhla_diffusers.attention.eager`.
 
 The files of kernels import Triton and register their operators, so they are imported when they are needed.
 """
@@ -42,32 +42,7 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
     return None
 
 
-def linear(call: MHLACall) -> torch.Tensor:
-    """MHLA alone: (B, N, H, D)."""
-    return _branches_for(call).linear(call)
-
-
-def states(call: MHLACall) -> torch.Tensor:
-    """KV and normaliser states of the call's tokens: float32 (B, H, M, D + normalize, D)."""
-    return _branches_for(call).states(call)
-
-
-def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Output (B, N, H, D) and, to normalise, normaliser (B, N, H, 1), from the states of all tokens."""
-    return _branches_for(call).read(call, states)
-
-
-def sparse(call: SparseCall) -> torch.Tensor:
-    """Sparse attention, of extra tokens too: (B, N, H, D)."""
-    return _branches_for(call).sparse(call)
-
-
-def own_block(call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal attention within the own frame block: output (B, N, H, D) and LSE (B, N, H, 1), float32."""
-    return _branches_for(call).own_block(call)
-
-
-def _branches_for(call: MHLACall | SparseCall) -> Any:
+def kernels_for(call: MHLACall | SparseCall) -> Any:
     """The module :mod:`.branches`; ValueError if the kernels cannot run the call."""
     if isinstance(call, SparseCall):
         reason = why_not(call.query, "relu", *call.sparse.sizes)

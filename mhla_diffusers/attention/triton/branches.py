@@ -3,7 +3,7 @@
 MHLA is block_states, mixing, which is a product of PyTorch, and read_states. Sparse attention:
 
 prepare         RoPE, order of the blocks, their means and states: (B, N, H, D) to rows (B H, R, D), once for all
-                (then PyTorch: variance of the scores of every block, by one product, and what they gain by it)
+                (then PyTorch: logits of means and the variance of scores, by two products, and what it gains them)
 choose          the key blocks that every query block attends to, and the matrix that mixes the states of all others
 listed          softmax over the keys of the listed blocks
 pooled          softmax over the means of all other blocks
@@ -23,7 +23,7 @@ from ..blocks import in_order, list_length
 from ..call import BlockLists, MHLACall, SparseCall
 from ..causal import Own, block_runs, joined
 from ..causal import own_block as own_block_of_features
-from ..precision import product
+from ..precision import finish, product
 from ..rope import rotary_table
 from ..sparse import log_gain
 from .choose import choose
@@ -63,19 +63,21 @@ def sparse(call: SparseCall) -> torch.Tensor:
     rule, (batch, _, heads, head_dim) = call.sparse, call.query.shape
     rows, scale = _prepared(call), head_dim**-0.5
     place = list(call.grid), rule.key_block_size, sum(call.extra)
-    variance = product((scale * rows.pooled_query.float()).square(), rows.spread.mT)
-    log_weight = rows.weight.log()
+    mean_query, log_weight = scale * rows.pooled_query.float(), rows.weight.log()
+    logits, variance = product(mean_query, rows.pooled_key.float().mT), product(mean_query.square(), rows.spread.mT)
     gain: torch.Tensor | None = None
     if call.far == "second-order":
         gain = log_gain(variance, log_weight[:, None])
+        logits = logits + gain
     if isinstance(rule, BlockLists):
         given, most = bits_of(rule, batch), rule.keys.shape[-1]
     else:
         given, most = None, list_length(rule.density, rows.weight.shape[1])
-    means = rows.pooled_query, rows.pooled_key, gain, variance.detach(), rows.weight
-    indices, counts, bits, mixing = choose(*means, given, most, scale, *place)
+    indices, counts, bits, mixing = choose(
+        logits, variance.detach(), rows.weight, given, most, gain is not None, *place
+    )
     query = rows.query[:, : rows.pooled_query.shape[1] * rule.block_size].contiguous()
-    near, near_lse = listed(query, *rows.keys, indices, counts, scale, *place, False)
+    near, near_lse = listed(query, *rows.keys, indices, counts, scale, *place)
     far, far_lse = pooled(query, rows.pooled_key, rows.pooled_value, gain, log_weight, bits, scale)
     mixed: torch.Tensor | None = None
     if gain is not None:
@@ -97,7 +99,7 @@ def sparse(call: SparseCall) -> torch.Tensor:
     query = rows.query[:, query.shape[1] :].contiguous()  # extra tokens attend to everything
     blocks = query.shape[1] // rule.block_size, rows.key.shape[1] // rule.key_block_size
     everything = all_blocks(len(query), *blocks, query.device)
-    found, _ = listed(query, *rows.keys, *everything, scale, *place, False)
+    found, _ = listed(query, *rows.keys, *everything, scale, *place)
     found = found[:, : place[2]].unflatten(0, (batch, -1)).transpose(1, 2)
     return call.in_sequence(torch.cat([output, found], dim=1))
 
@@ -135,9 +137,9 @@ def _prepared(call: SparseCall) -> _Rows:
 def own_block(call: MHLACall) -> Own:
     """Attention within the own frame block, by lists of all its blocks.
 
-    MHLA within the own block, which causal attention by token has, is PyTorch operations on all devices.
+    Attention by token is PyTorch operations on all devices, as blocks of a text are short.
     """
-    if call.linear_weight is None:
+    if call.linear_weight is None or call.causal == "token":
         return own_block_of_features(call)
     return joined([_of_blocks(call, blocks.stop - blocks.start, tokens) for blocks, tokens in block_runs(call)])
 
@@ -145,7 +147,6 @@ def own_block(call: MHLACall) -> Own:
 def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
     """Attend within frame blocks of equal length, each as its own sequence."""
     batch, _, heads, head_dim = call.query.shape
-    device, is_causal = call.query.device, call.causal == "token"
     length = (tokens.stop - tokens.start) // count
     block_size = min(power_of_two(length), 64)
     place = [length], block_size, 0
@@ -153,27 +154,22 @@ def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
     def by_block(x: torch.Tensor) -> torch.Tensor:
         return x[:, tokens].unflatten(1, (count, -1)).flatten(0, 1)
 
-    table, mask = rotary_table(call.rotary), None
+    table = rotary_table(call.rotary)
     if table is not None:
         table = by_block(table.float().detach().expand(batch, -1, -1, -1)).contiguous()
-    if call.key_mask is not None:
-        mask = by_block(call.key_mask.float()).contiguous()
     query, key, value = (by_block(_usable(x)) for x in (call.query, call.key, call.value))
-    rows = _Rows(*prepare(query, key, value, table, mask, [length], block_size, *place[1:], False, False))
+    rows = _Rows(*prepare(query, key, value, table, None, [length], block_size, *place[1:], False, False))
     groups, blocks = len(rows.query), rows.query.shape[1] // block_size
-    indices, counts = all_blocks(groups, blocks, blocks, device)
-    if is_causal:
-        counts = torch.arange(groups * blocks, dtype=torch.int32, device=device) % blocks + 1
-    output, lse = listed(rows.query, *rows.keys, indices, counts, head_dim**-0.5, *place, is_causal)
+    everything = all_blocks(groups, blocks, blocks, query.device)
+    output, lse = listed(rows.query, *rows.keys, *everything, head_dim**-0.5, *place)
     of_blocks = (x.view(-1, heads, blocks, block_size, x.shape[-1]) for x in (output.float(), lse[..., None]))
     output, lse = (in_order(x, *place[:2]).unflatten(0, (batch, count)).flatten(1, 2) for x in of_blocks)
     return output, lse
 
 
 def _states(call: MHLACall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    key, value = _usable(call.on_grid(call.key)), _usable(call.on_grid(call.value))
-    mask = None if call.key_mask is None else call.on_grid(call.key_mask).float().contiguous()
-    states, sums = block_states(key, value, mask, *_place(call), call.normalize)
+    mask = None if call.key_mask is None else call.key_mask.float().contiguous()
+    states, sums = block_states(_usable(call.key), _usable(call.value), mask, *_place(call), call.normalize)
     return states, sums if call.normalize else None
 
 
@@ -186,15 +182,16 @@ def _read(call: MHLACall, states: torch.Tensor, sums: torch.Tensor | None) -> tu
         if call.key_mask is not None:
             # a block that gives weight to masked keys alone reads 0, divided by something large
             sums = sums.masked_fill((sums == 0).all(dim=-1, keepdim=True), _LARGE)
-    norm, gate = (None if x is None else x.contiguous() for x in (call.output_norm, call.output_gate))
-    output, normaliser = read_states(_usable(call.on_grid(call.query)), states, sums, norm, gate, *_place(call))
-    return output, normaliser
+    # without normaliser the output may pass the largest float16
+    is_rounded = call.normalize and call.output_norm is None and call.output_gate is None
+    output, normaliser = read_states(_usable(call.query), states, sums, *_place(call), not is_rounded)
+    return finish(output, call.output_norm, call.output_gate).to(call.query.dtype), normaliser
 
 
 def _place(call: MHLACall) -> tuple[Any, ...]:
     """Angles and PLACE."""
     table = rotary_table(call.rotary)
-    table = None if table is None else call.on_grid(table).float().contiguous().detach()
+    table = None if table is None else table.float().contiguous().detach()
     rope_before = call.rope == "before"
     return table, list(call.grid), list(call.blocks), call.first, call.feature_map, call.eps, rope_before
 

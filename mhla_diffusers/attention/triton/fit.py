@@ -7,44 +7,13 @@ import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from ..sparse import best_weights, fitting_rows
-from .operators import allocate, operator, padded
+from .operators import operator
 from .prepare import GRID, layout_for
-from .softmax import load_rows
-from .tiles import power_of_two
 
-
-@triton.jit(do_not_specialize=["rows", "query_blocks", "count"])
-def sampled_correction_kernel(
-    query,
-    mixed,
-    sampled,
-    correction,
-    rows,
-    query_blocks,
-    count,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    QUERY_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """What one sampled query of one group reads from the mixed states of its block."""
-    group = tl.program_id(1).to(tl.int64)
-    row = tl.load(sampled + tl.program_id(0)).to(tl.int64)
-    channel = tl.arange(0, padded(HEAD_DIM))
-    mixed += (group * query_blocks + row // QUERY_ROWS) * HEAD_DIM * HEAD_DIM
-    query += (group * rows + row) * HEAD_DIM
-    total = tl.zeros((padded(HEAD_DIM),), tl.float32)
-    for first in range(0, HEAD_DIM, ROWS):
-        own = first + tl.arange(0, ROWS)
-        q = tl.load(query + own, mask=own < HEAD_DIM, other=0.0).to(tl.float32)
-        state = load_rows(mixed, own, own < HEAD_DIM, HEAD_DIM).to(tl.float32)
-        total += tl.sum(q[:, None] * state, 0)
-    at = (group * count + tl.program_id(0)) * HEAD_DIM + channel
-    tl.store(correction + at, total * scale, mask=channel < HEAD_DIM)
+_AT_ONCE = 64
+"""Queries whose mixed states are multiplied at once."""
 
 
 @operator(
@@ -64,27 +33,15 @@ def fit(query, key, value, bias, near, near_lse, far, far_lse, mixed, scale, gri
     mask = None if bias is None else bias[:, None, None].to(query.dtype)
     q, k, v = (x[:, None] for x in (query[:, some], key, value))
     truth = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    correction: torch.Tensor | None = None
+    of_states: torch.Tensor | None = None
     if mixed is not None:
-        groups, rows, head_dim = query.shape
-        correction = allocate((groups, len(some), head_dim), torch.float32, query.device)
-        sampled_correction_kernel[len(some), groups](
-            query=query,
-            mixed=mixed,
-            sampled=some,
-            correction=correction,
-            rows=rows,
-            query_blocks=mixed.shape[1],
-            count=len(some),
-            scale=scale,
-            HEAD_DIM=head_dim,
-            QUERY_ROWS=rows // mixed.shape[1],
-            ROWS=min(32, power_of_two(head_dim)),
-            num_warps=4,
-            num_stages=1,
+        block_size = query.shape[1] // mixed.shape[1]
+        parts = (  # some at a time, as each has a state of its own
+            query[:, rows, None].float() @ mixed[:, rows // block_size].float() for rows in some.split(_AT_ONCE)
         )
+        of_states = scale * torch.cat(list(parts), dim=1)[:, :, 0]
     near, far = near[:, some].float(), far[:, some].float()
-    return best_weights(truth.flatten(0, 1).float(), near, near_lse[:, some], far, far_lse[:, some], correction)
+    return best_weights(truth.flatten(0, 1).float(), near, near_lse[:, some], far, far_lse[:, some], of_states)
 
 
 @fit.register_fake

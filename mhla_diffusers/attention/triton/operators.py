@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ..layout import NAMESPACE
+from ..precision import without_autocast
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -24,7 +25,8 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
         @wraps(function)
         def on_device(*arguments: Any) -> Any:
             device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            with current, without_autocast(device):  # backward() may be called under autocast
                 return function(*arguments)
 
         name = f"{NAMESPACE}::{function.__name__}"

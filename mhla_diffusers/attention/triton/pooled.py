@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 
 from .operators import allocate, differentiable, operator, padded
-from .softmax import EMPTY, LOG2E, gradient_step, load_rows, load_upstream, softmax_step, store_rows, store_softmax
+from .softmax import (
+    EMPTY,
+    LOG2E,
+    gradient_step,
+    load_rows,
+    load_upstream,
+    outputs_of,
+    softmax_step,
+    store_rows,
+    store_softmax,
+)
 from .tiles import constants_of, processors_of, tile_of
 
 
@@ -190,8 +200,7 @@ def pooled(query, key, value, gain, bias, bits, scale):
     """
     shared = _arguments(query, key, value, gain, bias, bits, scale)
     tile = tile_of("softmax_forward", query, shared["QUERY_ROWS"])
-    output = allocate(query.shape, query.dtype, query.device)
-    lse = allocate(query.shape[:2], torch.float32, query.device)
+    output, lse = outputs_of(query)
     pooled_kernel[query.shape[1] // tile.m, len(query)](output=output, lse=lse, **shared, **tile.arguments)
     return output, lse
 
@@ -231,9 +240,5 @@ def pooled_backward(output_gradient, lse_gradient, output, lse, query, key, valu
     return found
 
 
-@pooled.register_fake
-def _(query, *_: Any):
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
-
-
+pooled.register_fake(outputs_of)
 differentiable(pooled, pooled_backward, 4, outputs=(0, 1))

@@ -1,8 +1,8 @@
-"""One pass over query, key and value before the attention: RoPE, token order, means, states; and one pass back.
+"""One pass over query, key and value before the attention: RoPE, token order, means, states.
 
-Queries follow the curve of :mod:`..layout`: a program takes one block and some heads of one sample, and reads the
-angles of its tokens once for them. Keys and values are sorted by content (:mod:`..order`): a program takes one stretch
-of one head, and finds in the caches what it reads again.
+Queries follow the curve of :mod:`..layout`: a program takes one block of one head. Keys and values are sorted by
+content (:mod:`..order`): a program takes one stretch, and finds in the caches what it reads again. The pass back is
+operations of PyTorch, since gradients are taken in training alone.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ..layout import Layout, layout_of
 from ..order import stretch_of
+from ..rope import apply_rotary, rotary_table
 from .features import rotate_pairs, strides_of
 from .operators import allocate, operator, refuse_second_derivative
 from .tiles import power_of_two, precision_of, states_dtype, tile_of
@@ -38,65 +39,6 @@ def block_counts(grid: Sequence[int], block_size: int, extra: int) -> tuple[int,
 
 
 @triton.jit
-def load_angles(angles, at, mask, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Cosines and sines of channel pairs, float32 (BLOCK, CHUNK / 2) each."""
-    both = tl.load(angles + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.split(tl.reshape(both, (BLOCK, CHUNK // 2, 2)))
-
-
-@triton.jit(
-    do_not_specialize=["query_batch", "query_token", "query_head", "angle_tokens", "heads", "blocks", "grid_blocks"]
-)
-def prepare_queries_kernel(
-    query,
-    angles,
-    order,
-    valid,
-    query_rows,
-    pooled_query,
-    query_batch,
-    query_token,
-    query_head,
-    angle_tokens,
-    heads,
-    blocks,
-    grid_blocks,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
-    """One block of some heads; ``angle_tokens`` is the number of tokens, or 0 where all samples share their angles."""
-    first_head = tl.program_id(0) // CHUNKS * HEADS
-    block = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
-    row = block * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
-    token = tl.load(order + row)
-    exists = token >= 0
-    token = tl.maximum(token, 0).to(tl.int64)
-    mask = exists[:, None] & (channel < D)[None, :]
-    share = exists.to(tl.float32) / tl.maximum(tl.load(valid + block), 1).to(tl.float32)
-    if angles is not None:
-        at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
-        cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
-    query_at = (batch * query_batch + token * query_token)[:, None] * ALIGNMENT + channel[None, :]
-    for head in range(first_head, tl.minimum(first_head + HEADS, heads)):
-        q = tl.load(query + query_at + head * query_head.to(tl.int64) * ALIGNMENT, mask=mask, other=0.0)
-        group = batch * heads + head
-        turned = q.to(tl.float32)
-        if angles is not None:
-            turned = rotate_pairs(turned, cos, sin)
-        rows_at = (group * blocks * BLOCK + row)[:, None] * D + channel[None, :]
-        tl.store(query_rows + rows_at, turned.to(q.dtype), mask=(channel < D)[None, :])
-        mean = tl.sum(turned * share[:, None], 0)
-        pooled_at = (group * grid_blocks + block) * D + channel
-        tl.store(pooled_query + pooled_at, mean.to(q.dtype), mask=channel < tl.where(block < grid_blocks, D, 0))
-
-
-@triton.jit
 def load_keys(
     key, angles, key_at, angles_at, exists, channel, D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -104,7 +46,8 @@ def load_keys(
     mask = exists[:, None] & (channel < D)[None, :]
     turned = tl.load(key + key_at[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     if angles is not None:
-        cos, sin = load_angles(angles, angles_at[:, None] + channel[None, :], mask, ROWS, CHUNK)
+        both = tl.load(angles + angles_at[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        cos, sin = tl.split(tl.reshape(both, (ROWS, CHUNK // 2, 2)))
         turned = rotate_pairs(turned, cos, sin)
     return turned
 
@@ -179,27 +122,18 @@ def apart_from_mean(x, row, channel, share, HEAD_DIM: tl.constexpr):
         *("angle_tokens", "tokens", "rows", "grid_blocks"),
     ]
 )
-def prepare_keys_kernel(
+def prepare_kernel(
     key,
-    value,
     angles,
     key_mask,
     order,
     key_rows,
-    value_rows,
-    row_tokens,
     pooled_key,
-    pooled_value,
-    spread,
     states,
     row_bias,
-    block_weight,
     key_batch,
     key_token,
     key_head,
-    value_batch,
-    value_token,
-    value_head,
     angle_tokens,
     tokens,
     rows,
@@ -212,8 +146,20 @@ def prepare_keys_kernel(
     ALIGNMENT: tl.constexpr,
     SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    value=None,
+    value_rows=None,
+    row_tokens=None,
+    pooled_value=None,
+    spread=None,
+    block_weight=None,
+    value_batch=0,
+    value_token=0,
+    value_head=0,
 ):
-    """One stretch of one head, of the grid or of extra tokens, which are not sorted: halved LEVELS times."""
+    """One stretch of one head, of the grid or of extra tokens, which are not sorted: halved LEVELS times.
+
+    Of queries, which come without a value, a block is a stretch.
+    """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     group = batch * tl.num_programs(0) + head
     of_grid = tl.cdiv(grid_blocks * BLOCK, STRETCH)
@@ -223,7 +169,8 @@ def prepare_keys_kernel(
     end = tl.minimum(start + STRETCH, tl.where(is_grid, grid_blocks * BLOCK, rows))
     PARTS: tl.constexpr = STRETCH // BLOCK
     key += batch * key_batch * ALIGNMENT + head * key_head * ALIGNMENT
-    value += batch * value_batch * ALIGNMENT + head * value_head * ALIGNMENT
+    if value is not None:
+        value += batch * value_batch * ALIGNMENT + head * value_head * ALIGNMENT
     if angles is not None:
         angles += batch * angle_tokens * D
     if key_mask is not None:
@@ -241,11 +188,12 @@ def prepare_keys_kernel(
     exists, at = token >= 0, tl.maximum(token, 0).to(tl.int64)
     total = tl.sum(tl.reshape(weight, (PARTS, BLOCK)), 1)
     block = start // BLOCK + tl.arange(0, PARTS)
-    tl.store(block_weight + group * grid_blocks + block, total, mask=block < grid_blocks)
     share = tl.reshape(weight, (PARTS, BLOCK)) / tl.where(total > 0, total, 1.0)[:, None]
     row = start + tl.arange(0, STRETCH)
     inside = row < end
-    tl.store(row_tokens + group * rows + row, token, mask=inside)
+    if value is not None:
+        tl.store(block_weight + group * grid_blocks + block, total, mask=block < grid_blocks)
+        tl.store(row_tokens + group * rows + row, token, mask=inside)
     if row_bias is not None:
         log_weight = tl.where(weight > 0, tl.log(tl.where(weight > 0, weight, 1.0)), float("-inf"))
         tl.store(row_bias + group * rows + row, log_weight, mask=inside)
@@ -256,19 +204,20 @@ def prepare_keys_kernel(
         mask = inside[:, None] & (channel < D)[None, :]
         pooled_mask = (block < grid_blocks)[:, None] & (channel < D)[None, :]
         keys = load_keys(key, angles, at * key_token * ALIGNMENT, at * D, exists, channel, D, STRETCH, CHUNK)
-        there = exists[:, None] & (channel < D)[None, :]
-        values_at = (at * value_token * ALIGNMENT)[:, None] + channel[None, :]
-        values = tl.load(value + values_at, mask=there, other=0.0)
         tl.store(key_rows + rows_at, keys.to(key.dtype.element_ty), mask=mask)
-        tl.store(value_rows + rows_at, values, mask=mask)
         parts = tl.reshape(keys, (PARTS, BLOCK, CHUNK))
         mean = tl.sum(parts * share[:, :, None], 1)
         tl.store(pooled_key + pooled_at, mean.to(key.dtype.element_ty), mask=pooled_mask)
-        apart = parts - mean[:, None, :]
-        variance = tl.sum(apart * apart * share[:, :, None], 1)
-        tl.store(spread + pooled_at, variance.to(spread.dtype.element_ty), mask=pooled_mask)
-        mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
-        tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
+        if value is not None:
+            apart = parts - mean[:, None, :]
+            variance = tl.sum(apart * apart * share[:, :, None], 1)
+            tl.store(spread + pooled_at, variance.to(spread.dtype.element_ty), mask=pooled_mask)
+            there = exists[:, None] & (channel < D)[None, :]
+            values_at = (at * value_token * ALIGNMENT)[:, None] + channel[None, :]
+            values = tl.load(value + values_at, mask=there, other=0.0)
+            tl.store(value_rows + rows_at, values, mask=mask)
+            mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
+            tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
     if states is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
         if is_grid:  # the mean state of the blocks, a square part with SIDE channels at a time
             tl.debug_barrier()  # the rows that this program has just written are read by other threads of it
@@ -296,93 +245,6 @@ def prepare_keys_kernel(
                 state_at = key_channel[:, None] * D + value_channel[None, :]
                 is_channel = (key_channel < D)[:, None] & (value_channel < D)[None, :]
                 tl.store(states + state_at, state.to(states.dtype.element_ty), mask=is_channel)
-
-
-@triton.jit(do_not_specialize=["table_group", "angle_tokens", "tokens", "heads", "blocks", "grid_blocks"])
-def rows_gradient_kernel(
-    rows,
-    pooled,
-    spread,
-    own,
-    states,
-    others,
-    angles,
-    key_mask,
-    row_tokens,
-    gradient,
-    table_group,
-    angle_tokens,
-    tokens,
-    heads,
-    blocks,
-    grid_blocks,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STRETCH: tl.constexpr,
-    OWN: tl.constexpr,
-    OTHER: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradient of one tensor (B, N, H, D) from those of a block of its rows, of their mean, variance and mean state.
-
-    A state Σ w (k - k̄) (v - v̄)ᵀ with Σ w = 1 gives a key w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄); the variance
-    Σ w (k - k̄)² gives a key 2 w ∂ (k - k̄). Gradients through the means cancel, since deviations add up to 0. ``own``
-    are the tensor's rows, ``others`` the values' where it is the key, and the keys' where the value; a step along its
-    channels is OWN elements of ∂S, along the others' OTHER. ``row_tokens`` is (G, R), or (R,) with ``table_group`` 0.
-    """
-    head, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    group = batch * heads + head
-    row = block * BLOCK + tl.arange(0, BLOCK)
-    row_tokens += group * table_group
-    if key_mask is not None:
-        key_mask += batch * tokens
-    token, weight = weights_of(row_tokens, row, None, key_mask)
-    exists = token >= 0
-    token = tl.maximum(token, 0).to(tl.int64)
-    total = tl.sum(weight)
-    share = weight / tl.where(total > 0, total, 1.0)
-    if spread is not None:
-        own += group * blocks * BLOCK * D
-    if states is not None:
-        PARTS: tl.constexpr = STRETCH // BLOCK
-        others += group * blocks * BLOCK * D
-        states += (group * tl.cdiv(grid_blocks, PARTS) + block // PARTS) * D * D
-        of_stretch = block // PARTS * STRETCH + tl.arange(0, STRETCH)
-        _, weights = weights_of(row_tokens, of_stretch, of_stretch < grid_blocks * BLOCK, key_mask)
-        with_weight = tl.sum((tl.sum(tl.reshape(weights, (PARTS, BLOCK)), 1) > 0).to(tl.int32))
-        of_state = share / tl.maximum(with_weight, 1)
-    for first in range(0, D, CHUNK):
-        channel = first + tl.arange(0, CHUNK)
-        mask = exists[:, None] & (channel < D)[None, :]
-        upstream = tl.load(rows + (group * blocks * BLOCK + row)[:, None] * D + channel[None, :], mask=mask, other=0.0)
-        turned = upstream.to(tl.float32)
-        if pooled is not None:
-            pooled_at = (group * grid_blocks + block) * D + channel
-            of_mean = tl.load(pooled + pooled_at, mask=channel < tl.where(block < grid_blocks, D, 0), other=0.0)
-            turned += share[:, None] * of_mean.to(tl.float32)[None, :]
-        if spread is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
-            if block < grid_blocks:
-                apart = apart_from_mean(own, row, channel, share[:, None], D)
-                of_spread = tl.load(spread + (group * grid_blocks + block) * D + channel, mask=channel < D, other=0.0)
-                turned += 2 * share[:, None] * apart * of_spread.to(tl.float32)[None, :]
-        if states is not None:  # noqa: SIM102 - likewise
-            if block < grid_blocks:
-                read = tl.zeros((BLOCK, CHUNK), tl.float32)
-                for other in range(0, D, CHUNK):
-                    along = other + tl.arange(0, CHUNK)
-                    apart = apart_from_mean(others, row, along, share[:, None], D).to(others.dtype.element_ty)
-                    state_at = along[:, None] * OTHER + channel[None, :] * OWN
-                    is_channel = (along < D)[:, None] & (channel < D)[None, :]
-                    state = tl.load(states + state_at, mask=is_channel, other=0.0)
-                    read = tl.dot(apart.to(state.dtype), state, read, input_precision=PRECISION)
-                turned += of_state[:, None] * read
-        if angles is not None:
-            at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
-            cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
-            turned = rotate_pairs(turned, cos, -sin)
-        out_at = ((batch * tokens + token) * heads + head)[:, None] * D + channel[None, :]
-        tl.store(gradient + out_at, turned.to(gradient.dtype.element_ty), mask=mask)
 
 
 _PLACE = "SymInt[] grid, SymInt block_size, SymInt key_block_size, SymInt extra"
@@ -432,41 +294,44 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
     queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
     found = _outputs(query, key_mask, grid, block_size, key_block_size, extra, with_states)
     query_rows, key_rows, value_rows, pooled_query, pooled_key, pooled_value, spread, row_tokens, states, *_ = found
-    shared = {
-        "angles": None if angles is None else angles.contiguous(),
-        "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
-        "D": head_dim,
-    }
-    tile = tile_of("prepare", query, most_n=power_of_two(head_dim))
-    chunks = triton.cdiv(head_dim, tile.n)
-    prepare_queries_kernel[triton.cdiv(heads, tile.m) * chunks, queries.blocks, batch](
-        query=query,
-        order=queries.order,
-        valid=queries.valid,
-        query_rows=query_rows,
-        pooled_query=pooled_query,
-        heads=heads,
-        blocks=queries.blocks,
-        grid_blocks=queries.grid_blocks,
-        BLOCK=block_size,
-        CHUNK=tile.n,
-        CHUNKS=chunks,
-        HEADS=tile.m,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **strides_of(query=query),
-        **shared,
-    )
-    tile = tile_of("prepare_keys", query, most_n=power_of_two(head_dim))
+    angles = None if angles is None else angles.contiguous()
+
+    def launch(kernel: str, x: torch.Tensor, layout: Layout, stretch: int, levels: int, **more: Any) -> None:
+        tile = tile_of(kernel, x, most_n=power_of_two(head_dim))
+        of_extra = layout.blocks - layout.grid_blocks
+        stretches = sum(triton.cdiv(n * layout.block_size, stretch) for n in (layout.grid_blocks, of_extra))
+        prepare_kernel[heads, stretches, batch](
+            key=x,
+            angles=angles,
+            angle_tokens=0 if angles is None or len(angles) == 1 else angles.shape[1],
+            order=layout.order,
+            tokens=len(layout.rows),
+            rows=len(layout.order),
+            grid_blocks=layout.grid_blocks,
+            D=head_dim,
+            BLOCK=layout.block_size,
+            STRETCH=stretch,
+            LEVELS=levels,
+            CHUNK=tile.n,
+            SIDE=min(tile.m, power_of_two(head_dim)),
+            PRECISION=precision_of(x),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **more,
+        )
+
+    no_keys: dict[str, Any] = dict.fromkeys(("key_mask", "states", "row_bias"))
+    of_queries = {"key_rows": query_rows, "pooled_key": pooled_query} | no_keys | strides_of(key=query)
+    launch("prepare_queries", query, queries, block_size, 0, **of_queries)
     stretch = stretch_of(key_block_size) if by_content or with_states else key_block_size
-    stretches = sum(
-        triton.cdiv(blocks * key_block_size, stretch) for blocks in (keys.grid_blocks, keys.blocks - keys.grid_blocks)
-    )
-    prepare_keys_kernel[heads, stretches, batch](
-        key=key,
+    launch(
+        "prepare_keys",
+        key,
+        keys,
+        stretch,
+        (stretch // key_block_size).bit_length() - 1 if by_content else 0,
         value=value,
         key_mask=None if key_mask is None else key_mask.contiguous(),
-        order=keys.order,
         key_rows=key_rows,
         value_rows=value_rows,
         row_tokens=row_tokens,
@@ -476,72 +341,76 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         states=states if with_states else None,
         row_bias=None if key_mask is None else found[9],
         block_weight=found[10],
-        tokens=len(keys.rows),
-        rows=len(keys.order),
-        grid_blocks=keys.grid_blocks,
-        BLOCK=key_block_size,
-        STRETCH=stretch,
-        LEVELS=(stretch // key_block_size).bit_length() - 1 if by_content else 0,
-        CHUNK=tile.n,
-        SIDE=min(tile.m, power_of_two(head_dim)),
-        PRECISION=precision_of(key),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
         **strides_of(key=key, value=value),
-        **shared,
     )
     return found
 
 
 @operator(
     "(Tensor query, Tensor key, Tensor value, Tensor pooled_query, Tensor pooled_key, Tensor pooled_value, "
-    "Tensor? spread, Tensor? states, Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor? angles, "
-    f"Tensor? key_mask, {_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
+    "Tensor spread, Tensor states, Tensor key_rows, Tensor value_rows, Tensor row_tokens, Tensor bias, Tensor weight, "
+    f"Tensor? angles, {_PLACE}, SymInt heads) -> (Tensor, Tensor, Tensor)"
 )
 def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, spread, states, *arguments: Any):
-    """Gradients of query, key and value (B, N, H, D); without states the spread has none, as it only chose blocks."""
-    key_rows, value_rows, row_tokens, angles, key_mask, grid, block_size, key_block_size, extra, heads = arguments
-    queries, keys = (layout_for(grid, size, extra, query.device) for size in (block_size, key_block_size))
-    batch, head_dim, tokens = len(query) // heads, query.shape[-1], len(keys.rows)
-    tile = tile_of("rows_gradient", query, most_n=power_of_two(head_dim))
-    gradients = []
-    for rows, pooled, others, rotates, layout, table, mask in (
-        (query, pooled_query, None, angles, queries, queries.order, None),
-        (key, pooled_key, value_rows, angles, keys, row_tokens, key_mask),
-        (value, pooled_value, key_rows, None, keys, row_tokens, key_mask),
-    ):
-        is_key = others is value_rows
-        has_states = states is not None and others is not None
-        gradient = allocate((batch, tokens, heads, head_dim), rows.dtype, rows.device)
-        rows_gradient_kernel[heads, layout.blocks, batch](
-            rows=rows,
-            pooled=pooled,
-            spread=spread if is_key else None,
-            own=key_rows if is_key and spread is not None else None,
-            states=states if has_states else None,
-            others=others if has_states else None,
-            angles=None if rotates is None else rotates.contiguous(),
-            key_mask=None if mask is None else mask.contiguous(),
-            row_tokens=table,
-            gradient=gradient,
-            table_group=0 if table.ndim == 1 else table.shape[1],
-            angle_tokens=0 if rotates is None or len(rotates) == 1 else tokens,
-            tokens=tokens,
-            heads=heads,
-            blocks=layout.blocks,
-            grid_blocks=layout.grid_blocks,
-            D=head_dim,
-            BLOCK=layout.block_size,
-            CHUNK=tile.n,
-            STRETCH=stretch_of(layout.block_size),
-            OWN=head_dim if is_key else 1,
-            OTHER=1 if is_key else head_dim,
-            PRECISION=precision_of(rows),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-        gradients.append(gradient)
-    return tuple(gradients)
+    """Gradients of query, key and value (B, N, H, D), from those of all that :func:`prepare` returns of them.
+
+    A state Σ w (k - k̄) (v - v̄)ᵀ with Σ w = 1 gives a key w ∂S (v - v̄) and a value w ∂Sᵀ (k - k̄); the variance
+    Σ w (k - k̄)² gives a key 2 w ∂ (k - k̄). Gradients through the means cancel, since deviations add up to 0.
+    """
+    key_rows, value_rows, row_tokens, bias, weight, angles, grid, block_size, key_block_size, extra, heads = arguments
+    dtype, queries = query.dtype, layout_for(grid, block_size, extra, query.device)
+    query, key, value, pooled_query, pooled_key, pooled_value, spread, states = (
+        x.float() for x in (query, key, value, pooled_query, pooled_key, pooled_value, spread, states)
+    )
+    tokens, blocks, by_block = len(queries.rows), weight.shape[1], (-1, key_block_size)
+    of_query = pooled_query[:, :, None] / queries.valid[: queries.grid_blocks, None, None]
+    of_query = _with_means(query, of_query.expand(-1, -1, block_size, -1))
+
+    own = bias.exp() if bias.ndim == 2 else (row_tokens >= 0).float()
+    share = own[:, : blocks * key_block_size].unflatten(1, by_block) / weight.where(weight > 0, 1)[..., None]
+    share = share[..., None]
+    keys, values = (x[:, : blocks * key_block_size].float().unflatten(1, by_block) for x in (key_rows, value_rows))
+    keys, values = (x - share.mT @ x for x in (keys, values))
+    of_key, of_value = pooled_key[:, :, None] + 2 * spread[:, :, None] * keys, pooled_value[:, :, None]
+    if states.shape[1]:
+        per_stretch = stretch_of(key_block_size) // key_block_size
+
+        def by_stretch(x: torch.Tensor) -> torch.Tensor:
+            x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -blocks % per_stretch))
+            return x.unflatten(1, (-1, per_stretch)).flatten(2, 3)
+
+        count = by_stretch((weight > 0)[..., None, None]).sum(dim=2, keepdim=True).clamp_min(1)
+        of_state = states / count
+        read = by_stretch(values) @ of_state.mT, by_stretch(keys) @ of_state
+        from_key, from_value = (x.flatten(1, 2)[:, : blocks * key_block_size].unflatten(1, by_block) for x in read)
+        of_key, of_value = of_key + from_key, of_value + from_value
+
+    rows = row_tokens.new_empty(len(key), tokens + 1, dtype=torch.int64)  # the last of padding
+    every_row = torch.arange(row_tokens.shape[1], device=key.device).expand_as(row_tokens)
+    rows = rows.scatter_(1, row_tokens.where(row_tokens >= 0, tokens).long(), every_row)[:, :tokens]
+    found = (
+        _in_sequence(of_query, queries.rows[None], heads, angles),
+        _in_sequence(_with_means(key, share * of_key), rows, heads, angles),
+        _in_sequence(_with_means(value, share * of_value), rows, heads, None),
+    )
+    return tuple(x.to(dtype) for x in found)
+
+
+def _with_means(rows: torch.Tensor, of_blocks: torch.Tensor) -> torch.Tensor:
+    """Gradients of rows (G, R, D), and of rows of the grid's blocks (G, T, L, D): their sum, float32."""
+    of_grid = of_blocks.flatten(1, 2)
+    return rows + torch.nn.functional.pad(of_grid, (0, 0, 0, rows.shape[1] - of_grid.shape[1]))
+
+
+def _in_sequence(rows: torch.Tensor, places: torch.Tensor, heads: int, angles: torch.Tensor | None) -> torch.Tensor:
+    """Rows (G, R, D) of every token by their places (G or 1, N), rotated back by any angles: (B, N, H, D)."""
+    places = places + torch.arange(len(rows), device=rows.device)[:, None] * rows.shape[1]
+    found = rows.flatten(0, 1).index_select(0, places.flatten()).view(-1, heads, places.shape[1], rows.shape[2])
+    if angles is not None:
+        back = rotary_table((angles, -angles))
+        assert back is not None
+        found = apply_rotary(found, back.transpose(1, 2))
+    return found.transpose(1, 2).contiguous()
 
 
 @prepare.register_fake
@@ -557,18 +426,17 @@ def _(query, *arguments: Any):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, _, _, angles, key_mask, *ctx.place, _, ctx.with_states = inputs
+    query, _, _, angles, _, *ctx.place, _, _ = inputs
     ctx.heads = query.shape[2]
-    ctx.save_for_backward(output[1], output[2], output[7], angles, key_mask)
+    ctx.save_for_backward(output[1], output[2], output[7], output[9], output[10], angles)
     ctx.mark_non_differentiable(output[7], *output[9:])
 
 
 def _differentiate(
     ctx: Any, query, key, value, pooled_query, pooled_key, pooled_value, spread, _, states, *__: Any
 ) -> tuple[Any, ...]:
-    gradients = (x.contiguous() for x in (query, key, value, pooled_query, pooled_key, pooled_value))
-    of_states = (spread.contiguous(), states.contiguous()) if ctx.with_states else (None, None)
-    return *prepare_backward(*gradients, *of_states, *ctx.saved_tensors, *ctx.place, ctx.heads), *(None,) * 8
+    gradients = query, key, value, pooled_query, pooled_key, pooled_value, spread, states
+    return *prepare_backward(*gradients, *ctx.saved_tensors, *ctx.place, ctx.heads), *(None,) * 8
 
 
 prepare.register_autograd(_differentiate, setup_context=_save)

@@ -7,11 +7,14 @@ shift of the exponent.
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
 from ..precision import EMPTY as NOTHING
-from .operators import padded
+from .operators import allocate, padded
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Kernels compute exponentials to the base 2: exp(x) = exp2(LOG2E x)."""
@@ -89,3 +92,9 @@ def gradient_step(logits, do, k, v, s, d, gradient, scale, PRECISION: tl.constex
     weights = tl.math.exp2(tl.fma(logits, scale, s[:, None]))
     ds = weights * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - d[:, None])
     return tl.dot(ds.to(k.dtype), k, gradient, input_precision=PRECISION), ds
+
+
+def outputs_of(query, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the output of rows of queries (G, Q, D), in their type, and its LSE, float32 (G, Q)."""
+    shape, device = query.shape, query.device
+    return allocate(shape, query.dtype, device), allocate(shape[:2], torch.float32, device)

@@ -5,14 +5,12 @@ follows from a type alone; what is left out is what has no effect. NumPy has no 
 as integers, multiplies those in ``tl.dot``, and cuts a float32 off where a GPU rounds it.
 """
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import triton
 import triton.language as tl
 from triton.language import core
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -21,11 +19,8 @@ def make_interpreter_fast() -> None:
     """Once for a process; on a machine with a GPU nothing, for there the same classes belong to the compiler."""
     if triton.knobs.runtime.interpret:
         _patch_language_once_per_function()
-        _leave_out_checks_of_overflow()
-        _remember_types_of_numpy()
         _remember_types_of_blocks()
         _remember_shapes()
-        _broadcast_only_what_differs()
         _round_bfloat16()
         _multiply_bfloat16()
         _sort_with_numpy()
@@ -46,26 +41,6 @@ def _patch_language_once_per_function() -> None:
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
-
-
-def _leave_out_checks_of_overflow() -> None:
-    """Computed for every sum and product of integers, but only with the interpreter's option debug ever looked at."""
-    builder = interpreter.interpreter_builder
-    assert not builder.options.debug
-    builder.options = replace(builder.options, sanitize_overflow=False)
-
-
-def _remember_types_of_numpy() -> None:
-    """Looked up for every load and cast in a table that is written out anew."""
-    known = {}
-    dtype_of = interpreter._get_np_dtype
-
-    def remembered(dtype):
-        if dtype.name not in known:
-            known[dtype.name] = dtype_of(dtype)
-        return known[dtype.name]
-
-    interpreter._get_np_dtype = remembered
 
 
 def _remember_types_of_blocks() -> None:
@@ -103,16 +78,6 @@ def _remember_shapes() -> None:
         self.shape, self.numel = known[type.name]
 
     core.tensor.__init__ = initialise_once
-
-
-def _broadcast_only_what_differs() -> None:
-    broadcast = TritonSemantic.broadcast_impl_value
-
-    def broadcast_if_needed(self, lhs, rhs):
-        is_same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
-        return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
-
-    TritonSemantic.broadcast_impl_value = broadcast_if_needed
 
 
 def _float32_of(bits):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from mhla_diffusers.attention import BlockLists, mhla_attention, register_feature_map, sparse_attention
+from mhla_diffusers.attention import mhla_attention, register_feature_map, sparse_attention
 from mhla_diffusers.attention.triton.backend import why_not
 
 from ...refusals import refused
@@ -49,8 +49,7 @@ def test_tensors_on_the_cpu_need_the_interpreter(monkeypatch):
 def test_a_second_derivative_is_refused(sparse):
     query = torch.randn(1, 24, 1, 16, device=DEVICE, requires_grad=True)
     if sparse:
-        lists = BlockLists.from_mask(16, torch.eye(2, dtype=torch.bool, device=DEVICE)[None])
-        output = sparse_attention(query, query, query, LAYOUT["grid"], lists=lists, backend="triton")
+        output = sparse_attention(query, query, query, LAYOUT["grid"], block_size=16, backend="triton")
     else:
         output = mhla_attention(query, query, query, **LAYOUT, backend="triton")
     (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)

@@ -1,16 +1,191 @@
-"""What whole attentions show only in part: transposed lists, lists that are given, β and γ."""
+"""What whole attentions show only in part: the order of keys, chosen blocks, transposed lists, β and γ."""
+
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mhla_diffusers.attention import BlockLists, sparse
+from mhla_diffusers.attention.layout import layout_of
+from mhla_diffusers.attention.order import content_order
+from mhla_diffusers.attention.rope import apply_rotary
 from mhla_diffusers.attention.triton.branches import bits_of
 from mhla_diffusers.attention.triton.choose import choose
 from mhla_diffusers.attention.triton.fit import fit
 from mhla_diffusers.attention.triton.listed import transpose_lists
+from mhla_diffusers.attention.triton.prepare import prepare
 from mhla_diffusers.attention.triton.tiles import states_dtype
 
+from ...refusals import refused
 from ..problems import relative_error
+
+
+def rows_of_keys(key, angles, key_mask, grid, block, extra, by_content):
+    """Tokens of the rows of keys, (B H, R): the curve, sorted by content on the grid."""
+    layout, heads = layout_of(grid, block, extra), key.shape[2]
+    order = layout.order.long().expand(len(key), heads, -1)
+    if by_content:
+        key = key.float() if angles is None else apply_rotary(key.float(), angles)
+        mask = torch.ones(len(key), key.shape[1]) if key_mask is None else key_mask
+        on_grid = layout.order[: layout.grid_blocks * block].long()
+        exists = (mask[:, on_grid.clamp(min=0)] > 0) & (on_grid >= 0)
+        sorted_rows = content_order(key.transpose(1, 2)[:, :, on_grid.clamp(min=0)], exists, block)
+        order = torch.cat([order.gather(2, sorted_rows), order[..., len(on_grid) :]], dim=2)
+    return order.flatten(0, 1)
+
+
+def check_rows(
+    grid, block, extra=0, *, batch=1, heads=1, head_dim=16, dtype=torch.float32, key_block=None, content=True,
+    mask=False, angles=True, change=lambda key: key,
+):  # fmt: skip
+    """Which token every row of keys is, its weight, and those of blocks."""
+    torch.manual_seed(0)
+    tokens, key_block = math.prod(grid) + extra, key_block or block
+    query, key, value = torch.randn(batch, tokens, 3, heads, head_dim).to(dtype).unbind(2)
+    key, table = change(key), None
+    if angles:
+        angle = torch.randn(batch, tokens, 1, head_dim // 2)
+        table = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
+    key_mask = torch.rand(batch, tokens) * (torch.rand(batch, tokens) < 0.8) if mask else None
+    found = prepare(query, key, value, table, key_mask, list(grid), block, key_block, extra, content, True)
+    positions = rows_of_keys(key, table, key_mask, grid, key_block, extra, content)
+    assert torch.equal(found[7].long(), positions)
+    weights = torch.ones(batch, tokens) if key_mask is None else key_mask
+    weights = weights.repeat_interleave(heads, 0).gather(1, positions.clamp(min=0)) * (positions >= 0)
+    of_blocks = weights.unflatten(1, (-1, key_block)).sum(2)[:, : -(-math.prod(grid) // key_block)]
+    assert torch.allclose(found[10], of_blocks)
+    if mask:
+        assert torch.allclose(found[9].exp(), weights)
+
+
+CASES = {
+    "bfloat16": {"block": 64, "heads": 5, "head_dim": 32, "dtype": torch.bfloat16},
+    "keys in 32": {"block": 128, "key_block": 32, "head_dim": 24, "mask": True},
+    "along the curve": {"block": 64, "key_block": 16, "heads": 2, "content": False},
+    "float16, masked": {"block": 16, "heads": 2, "dtype": torch.float16, "mask": True},
+    "padded channels": {"block": 32, "heads": 3, "head_dim": 72, "dtype": torch.bfloat16},
+    "three chunks of channels": {"block": 16, "head_dim": 136, "mask": True},
+    "no angles": {"block": 16, "heads": 2, "head_dim": 24, "mask": True, "angles": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_rows_and_weights(case):
+    """The last block of the grid and that of the extra tokens have padding."""
+    check_rows((3, case["block"] - 5), extra=7, batch=2, **case)
+
+
+def test_several_stretches_and_equal_keys():
+    check_rows((600,), 64, batch=2, head_dim=8, mask=True, angles=False, change=torch.round)
+
+
+def test_nan_does_not_push_keys_out():
+    """It is sorted before the padding, so that every token has its row."""
+    query, key, value = torch.randn(3, 1, 37, 2, 8)
+    key[:, ::3] = float("nan")
+    for row in prepare(query, key, value, None, None, [37], 16, 16, 0, True, True)[7]:
+        assert torch.equal(row[:37].sort().values, torch.arange(37, dtype=torch.int32))
+
+
+def test_blocks_and_stretches_without_a_key_are_zero():
+    query, key, value = torch.randn(3, 1, 512, 1, 16)
+    mask = torch.ones(1, 512)
+    mask[0, layout_of((512,), 64).order[256:].long()] = 0
+    found = prepare(query, key, value, None, mask, [512], 64, 64, 0, True, True)
+    for of_blocks in (*found[4:7], found[10]):
+        assert of_blocks[:, :4].all() and not of_blocks[:, 4:].any()
+    assert found[8][:, 0].any() and not found[8][:, 1].any()
+
+
+def words_of(is_listed):
+    """Bits of blocks in int32 words, the first block the lowest bit."""
+    bits = torch.nn.functional.pad(is_listed.long(), (0, -is_listed.shape[1] % 32)).unflatten(1, (-1, 32))
+    words = (bits << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def chosen(logits, variance, weight, n, extra, by_states=False):
+    """Indices, counts and bits of the n best of all blocks, of 16 tokens, and of extra blocks."""
+    place = [16 * logits.shape[2]], 16, 16 * extra
+    return choose(logits, variance, weight, None, n, by_states, *place)[:3]
+
+
+def lists_of(scores, n, extra):
+    """The same from scores (G, Tq, T) by a stable sort, list after list."""
+    groups, query_blocks, key_blocks = scores.shape
+    can = torch.isfinite(scores)
+    indices = torch.full((groups * query_blocks, n + extra), 0, dtype=torch.int32)
+    counts = can.sum(-1).clamp(max=n).flatten().to(torch.int32) + extra
+    is_listed = torch.zeros(groups * query_blocks, key_blocks, dtype=torch.bool)
+    best = torch.where(can, scores, -torch.inf).sort(dim=-1, descending=True, stable=True).indices.flatten(0, 1)
+    for row, (order, count) in enumerate(zip(best, (counts - extra).tolist(), strict=True)):
+        blocks = torch.cat([order[:count].sort().values, key_blocks + torch.arange(extra)])
+        indices[row] = row // query_blocks * (key_blocks + extra)
+        indices[row, : count + extra] += blocks.to(torch.int32)
+        is_listed[row, order[:count]] = True
+    return indices, counts, words_of(is_listed)
+
+
+def check_chosen(scores, n, extra):
+    """Choose by given scores (G, T): those of one query block in each group, -inf by weights of 0."""
+    logits, weight = scores.nan_to_num(torch.nan, neginf=0.0)[:, None], (scores != -torch.inf).float()
+    found = chosen(logits, torch.ones_like(logits), weight, n, extra)
+    assert all(map(torch.equal, found, lists_of(scores[:, None], n, extra)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    blocks=st.integers(1, 70),
+    part=st.floats(0, 1),
+    extra=st.integers(0, 40),
+    values=st.integers(1, 9),
+    masked=st.floats(0, 1),
+    seed=st.integers(0, 1000),
+)
+def test_best_of_a_row(groups, blocks, part, extra, values, masked, seed):
+    """Few values, so most rows have ties; some blocks or all are masked."""
+    make = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-values, values, (groups, blocks), generator=make).float() / 2
+    scores[torch.rand(scores.shape, generator=make) < masked] = -torch.inf
+    check_chosen(scores, max(1, round(part * blocks)), extra)
+
+
+def test_nan_is_never_chosen():
+    scores = torch.randn(3, 40)
+    scores[0, 3:9], scores[1], scores[2, :4] = torch.nan, torch.nan, -torch.nan
+    check_chosen(scores, 38, 2)
+
+
+def drawn(*shape, masked=0.2):
+    """Logits, variance and weights for groups, query blocks and key blocks."""
+    torch.manual_seed(0)
+    weight = torch.rand(shape[0], shape[2]) * (torch.rand(shape[0], shape[2]) >= masked)
+    return torch.randn(shape), torch.rand(shape), weight
+
+
+def test_nothing_to_choose():
+    logits, variance, weight = drawn(2, 2, 20)
+    weight[1] = 0.0
+    indices, counts, bits = chosen(logits, variance, weight, 3, 2)
+    assert counts.tolist() == [5, 5, 2, 2] and not bits[2:].any()
+    assert indices[2:].tolist() == [[42, 43, 22, 22, 22]] * 2
+
+
+def test_keys_without_spread():
+    """The logarithm of their variance is finite, so they are chosen where there is nothing better."""
+    logits, variance, weight = drawn(1, 2, 8, masked=0.0)
+    variance[..., 3:] = 0.0
+    _, counts, bits = chosen(logits, variance, weight, 5, 0)
+    assert (counts == 5).all() and (bits & 7 == 7).all()
+
+
+def test_too_many_blocks():
+    logits = torch.empty(1, 1, 32769)
+    with refused("32769"):
+        chosen(logits, logits, logits[:, 0], 3, 0)
 
 
 def test_transposed_lists():
@@ -30,14 +205,13 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     """Indices, counts and bits of lists by content, given back as lists, are the same."""
     make = torch.Generator().manual_seed(0)
     groups, blocks = 6, 40
-    query, key = (torch.randn(groups, blocks, 16, generator=make) for _ in range(2))
-    variance = torch.rand(groups, blocks, blocks, generator=make)
-    tensors, place = (query, key, None, variance, torch.ones(groups, blocks)), ([blocks * 16 - 3], 16, 20)
-    expected = choose(*tensors, None, 12, 0.25, *place)
+    logits, variance = torch.rand(2, groups, blocks, blocks, generator=make)
+    tensors, place = (logits, variance, torch.ones(groups, blocks)), ([blocks * 16 - 3], 16, 20)
+    expected = choose(*tensors, None, 12, True, *place)
     base = torch.arange(groups)[:, None, None] * (blocks + 2)
     keys = expected[0].view(groups, blocks, -1)[..., :12].long() - base
-    given = bits_of(BlockLists(16, keys.view(2, 3, blocks, 12)), 2)
-    assert all(map(torch.equal, choose(*tensors, given, 12, 0.25, *place), expected))
+    given = bits_of(BlockLists(16, keys.view(2, 3, blocks, 12), blocks), 2)
+    assert all(map(torch.equal, choose(*tensors, given, 12, True, *place), expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
