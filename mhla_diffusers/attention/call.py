@@ -33,11 +33,6 @@ _MOST_KEYS = 32
 """Largest default block of keys: with 64 the error of one attention is a third larger (``studies/real_weights``)."""
 
 
-def is_free_to_read(x: torch.Tensor) -> bool:
-    """Whether reading values costs nothing: a device would have to be waited for, and a compiled graph would break."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def check_denominator(feature_map: str, eps: float, normalize: bool, beside_softmax: bool, causal: str | None) -> None:
     """Raise ValueError if the normaliser of a query can be 0.
 

@@ -94,14 +94,6 @@ class Problem:
         tensors = {name: move(x) for name, x in tensors.items()}
         return replace(self, tensors=tensors, options={name: tree_map(move, x) for name, x in self.options.items()})
 
-    def of_length(self, tokens: int) -> "Problem":
-        """The same of a sequence that ends before the grid does."""
-        whole = math.prod(self.grid)
-        tensors = {n: x[:, :tokens] if x.ndim == 4 and x.shape[1] == whole else x for n, x in self.tensors.items()}
-        shorter = {"rotary": tuple(x[:, :tokens] for x in self.options.get("rotary", ()))}
-        options = {name: shorter.get(name, value) for name, value in self.options.items()}
-        return replace(self, tensors=tensors, options=options)
-
 
 def attend_sparse(backend: str = "auto", **arguments: Any) -> torch.Tensor:
     """Sparse attention, or that of a call with ``lists``."""
@@ -149,7 +141,7 @@ def make_problem(
     before the grid does.
     """
     generator = torch.Generator().manual_seed(seed)
-    count = math.prod(grid) + sum(extra)
+    count = math.prod(grid) + sum(extra) if tokens is None else tokens
     shape = (batch, count, heads, head_dim)
 
     def draw(*size: int) -> torch.Tensor:
@@ -174,8 +166,7 @@ def make_problem(
         options["key_mask"][:, 0] = 1
     if any(extra):
         options["extra"] = extra
-    problem = Problem(tensors, grid, blocks, options)
-    return problem if tokens is None else problem.of_length(tokens)
+    return Problem(tensors, grid, blocks, options)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -65,7 +65,6 @@ CALLS = [
     (mhla, "(3, 5)...15...N=12", {"grid": (3, 5)}),
     (mhla, "mixing...(4, 4)...(2, 4, 4)...(3, 3)", {"mixing": torch.rand(3, 3)}),
     (mhla, "mixing...NoneType", {"mixing": None}),
-    (mhla, "eps=-1.0", {"eps": -1.0}),
     (mhla, "'rulu'...'relu'", {"feature_map": "rulu"}),
     (mhla, "rope='during'...'after'...'before'", {"rope": "during"}),
     (mhla, "'eagr'...'eager'", {"backend": "eagr"}),

@@ -134,35 +134,24 @@ def content_call(size, *, extra=0, mask=False, **rule):
 @pytest.mark.parametrize(("size", "rule"), [(8, {"order": "curve"}), (8, {}), (8, {"key_block_size": 2})], ids=str)
 def test_the_blocks_are_those_that_what_is_pooled_stands_for_worst(mask, size, rule, far):
     call = replace(content_call(size, mask=mask, **rule), far=far)
-    lists, layout, tokens = with_lists(call).sparse, layout_of(GRID, size), math.prod(GRID)
-    blocks, key_blocks = -(-tokens // size), -(-tokens // call.sparse.key_block_size)
-    length = round(0.3 * key_blocks)
-    assert lists.keys.shape == (2, 2, blocks, length)
-    query, key = (rotated(x, call.rotary) for x in (call.query, call.key))
-    weights = torch.ones(2, tokens) if call.key_mask is None else call.key_mask.double()
+    lists, tokens = with_lists(call).sparse, math.prod(GRID)
+    key_blocks = -(-tokens // call.sparse.key_block_size)
+    query, key = (rotated(x, call.rotary).transpose(1, 2) for x in (call.query / 8**0.5, call.key))
+    member = layout_of(GRID, size).rows.long() // size == torch.arange(-(-tokens // size))[:, None]
+    mean_query = member.double() @ query / member.sum(dim=1, keepdim=True)
+    weight = torch.ones(2, 1, tokens) if call.key_mask is None else call.key_mask[:, None].double()
     members = key_block_of_tokens(call, call.sparse).expand(2, 2, -1)
-    for sample in range(2):
-        for head in range(2):
-            scores = torch.empty(blocks, key_blocks, dtype=torch.float64)
-            for a in range(blocks):
-                rows = layout.order[a * size : (a + 1) * size].long()
-                mean_query = query[sample, rows[rows >= 0], head].mean(dim=0) / 8**0.5
-                for b in range(key_blocks):
-                    rows = (members[sample, head] == b).nonzero().flatten()
-                    weight = weights[sample, rows].double()
-                    if not weight.any():
-                        scores[a, b] = -math.inf
-                        continue
-                    share = (weight / weight.sum())[:, None]
-                    mean = (share * key[sample, rows, head]).sum(dim=0)
-                    variance = (share * (key[sample, rows, head] - mean).square()).sum(dim=0)
-                    variance = mean_query.square() @ variance
-                    scores[a, b] = mean_query @ mean + 0.5 * variance.log()
-                    if far == "second-order":
-                        limit = 2 * weight.sum().clamp_min(2).log()
-                        scores[a, b] += (limit * (limit + variance)).sqrt() - limit + variance.log()
-            best = scores.topk(length, dim=-1).indices
-            assert torch.equal(lists.keys[sample, head], best.sort(dim=-1).values)
+    weight = weight[:, :, None] * (members[:, :, None] == torch.arange(key_blocks)[:, None]).double()
+    total = weight.sum(dim=-1, keepdim=True)
+    mean = weight @ key / total
+    variance = ((key[:, :, None] - mean[:, :, :, None]).square() * weight[..., None]).sum(dim=3) / total
+    variance = mean_query.square() @ variance.mT
+    scores = mean_query @ mean.mT + 0.5 * variance.log()
+    if far == "second-order":
+        limit = 2 * total.mT.clamp_min(2).log()
+        scores += (limit * (limit + variance)).sqrt() - limit + variance.log()
+    best = scores.nan_to_num(-math.inf).topk(round(0.3 * key_blocks), dim=-1).indices
+    assert torch.equal(lists.keys, best.sort(dim=-1).values)
 
 
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"extra": 5}], ids=["plain", "mask", "text"])

@@ -14,7 +14,6 @@ from mhla_diffusers.attention import (
     mhla_attention,
 )
 from mhla_diffusers.attention.layout import frame_block_starts
-from mhla_diffusers.attention.mixing import causal_mixing
 
 from .problems import BEFORE, Problem, make_problem, reference, relative_error
 from .test_reference import CAUSAL_OPTIONS
@@ -244,15 +243,3 @@ def test_autocast_changes_nothing(causal, linear_branch):
         with torch.autocast("cpu", torch.bfloat16):
             found = cast.step(*tokens(4, seed=seed))
         assert torch.equal(found, plain.step(*tokens(4, seed=seed)))
-
-
-def test_rows_of_an_extended_mixing_matrix():
-    mixing = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
-    longer = extend_mixing(mixing, (4,), 7)
-    assert torch.equal(longer[:4, :4], causal_mixing(mixing, (4,), own=True))
-    for row in range(4, 7):
-        distance = (row - torch.arange(row + 1)).clamp_max(3)
-        shares = torch.where(distance == 3, 1 / (row - 2), 1.0)
-        torch.testing.assert_close(longer[row, : row + 1], mixing[3, 3 - distance] * shares)
-        torch.testing.assert_close(longer[row].sum(), mixing[3].sum())  # the past weighs as much as in the last row
-        assert not longer[row, row + 1 :].any()

@@ -60,23 +60,6 @@ def check_rows(
         assert torch.allclose(found[9].exp(), weights)
 
 
-CASES = {
-    "bfloat16": {"block": 64, "heads": 5, "head_dim": 32, "dtype": torch.bfloat16},
-    "keys in 32": {"block": 128, "key_block": 32, "head_dim": 24, "mask": True},
-    "along the curve": {"block": 64, "key_block": 16, "heads": 2, "content": False},
-    "float16, masked": {"block": 16, "heads": 2, "dtype": torch.float16, "mask": True},
-    "padded channels": {"block": 32, "heads": 3, "head_dim": 72, "dtype": torch.bfloat16},
-    "three chunks of channels": {"block": 16, "head_dim": 136, "mask": True},
-    "no angles": {"block": 16, "heads": 2, "head_dim": 24, "mask": True, "angles": False},
-}
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_rows_and_weights(case):
-    """The last block of the grid and that of the extra tokens have padding."""
-    check_rows((3, case["block"] - 5), extra=7, batch=2, **case)
-
-
 def test_several_stretches_and_equal_keys():
     check_rows((600,), 64, batch=2, head_dim=8, mask=True, angles=False, change=torch.round)
 
