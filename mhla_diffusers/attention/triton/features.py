@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..layout import Shape, blocks_of_range, kept_tensors, tokens_by_block
-from .operators import allocate, padded
+from .operators import padded
 from .tiles import Tile, constants_of, power_of_two, tile_of
 
 PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, str feature_map, float eps, bool rope_before"
@@ -91,14 +91,6 @@ def strides_of(**tensors: torch.Tensor) -> dict[str, int]:
     head_dims = [x.shape[-1] for x in tensors.values()]
     alignment = 8 if all(stride % 8 == 0 for stride in (*strides.values(), *head_dims)) else 1
     return {name: stride // alignment for name, stride in strides.items()} | {"ALIGNMENT": alignment}
-
-
-def rows_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate (B, N, H, D) with the order of axes in memory that ``x`` has."""
-    batch, tokens, heads, head_dim = x.shape
-    if x.stride(1) < x.stride(2):
-        return allocate((batch, heads, tokens, head_dim), dtype, x.device).transpose(1, 2)
-    return allocate((batch, tokens, heads, head_dim), dtype, x.device)
 
 
 class Source(NamedTuple):

@@ -21,7 +21,6 @@ from .features import (
     load_tile,
     load_tokens,
     read_state,
-    rows_like,
     shared_arguments,
     store_input_gradient,
     store_tile,
@@ -146,7 +145,9 @@ def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
     """Gradients of query, states and any sums."""
     query, states, sums, angles, *_, feature_map, eps, rope_before, _ = inputs
     tables, programs, arguments = _launch("query_gradient", *inputs)
-    query_gradient, product_gradient = rows_like(query, query.dtype), rows_like(query, states.dtype)
+    query_gradient, product_gradient = (
+        allocate(query.shape, dtype, query.device) for dtype in (query.dtype, states.dtype)
+    )
     sum_weight: torch.Tensor | None = None
     if sums is not None:
         sum_weight = allocate((programs[0], query.shape[1]), torch.float32, query.device)
@@ -161,7 +162,7 @@ def read_states_backward(output_gradient, normaliser_gradient, *inputs: Any):
     )
     shared = shared_arguments(query, tables, angles, feature_map, eps, rope_before)
     of_states = sum_states(query, product_gradient, tables, shared, sums is not None, sum_weight=sum_weight)
-    return [x for x in (query_gradient.contiguous(), *of_states) if x is not None]
+    return [x for x in (query_gradient, *of_states) if x is not None]
 
 
 @read_states.register_fake

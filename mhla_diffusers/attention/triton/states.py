@@ -22,7 +22,6 @@ from .features import (
     load_tile,
     load_tokens,
     read_state,
-    rows_like,
     shared_arguments,
     store_input_gradient,
     store_tile,
@@ -224,7 +223,7 @@ def block_states_backward(states_gradient, sums_gradient, key, value, key_mask, 
     """Gradients of key and value, contiguous, in the type of the key."""
     *place, feature_map, eps, rope_before, normalize = settings
     tables, _ = tables_of(key, *place)
-    key_gradient, value_gradient = (rows_like(key, key.dtype) for _ in range(2))
+    key_gradient, value_gradient = (allocate(key.shape, key.dtype, key.device) for _ in range(2))
     tile = tables.tile_of("key_gradient", key)
     key_gradient_kernel[len(key) * key.shape[2], triton.cdiv(tables.longest, tile.m), tables.blocks](
         states=states_gradient,
@@ -238,7 +237,7 @@ def block_states_backward(states_gradient, sums_gradient, key, value, key_mask, 
         **shared_arguments(key, tables, angles, feature_map, eps, rope_before),
         **tile.arguments,
     )
-    return [key_gradient.contiguous(), value_gradient.contiguous()]
+    return [key_gradient, value_gradient]
 
 
 @block_states.register_fake

@@ -1,25 +1,21 @@
-"""What whole attentions show only in part: the order of keys, chosen blocks, transposed lists, β and γ."""
+"""What whole attentions show only in part: the order of keys, chosen blocks, lists given and transposed."""
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import BlockLists, sparse
+from mhla_diffusers.attention import BlockLists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.order import content_order
 from mhla_diffusers.attention.rope import apply_rotary
 from mhla_diffusers.attention.triton.branches import bits_of
 from mhla_diffusers.attention.triton.choose import choose
-from mhla_diffusers.attention.triton.fit import fit
 from mhla_diffusers.attention.triton.listed import transpose_lists
 from mhla_diffusers.attention.triton.prepare import prepare
-from mhla_diffusers.attention.triton.tiles import states_dtype
 
 from ...refusals import refused
-from ..problems import relative_error
 
 
 def rows_of_keys(key, angles, key_mask, grid, block, extra, by_content):
@@ -195,20 +191,3 @@ def test_given_lists_are_those_that_the_kernel_chooses():
     keys = expected[0].view(groups, blocks, -1)[..., :12].long() - base
     given = bits_of(BlockLists(16, keys.view(2, 3, blocks, 12), blocks), 2)
     assert all(map(torch.equal, choose(*tensors, given, 12, True, *place), expected))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [5, 72, 128])
-def test_fit(dtype, head_dim):
-    """With values of 0 nothing but the inputs is rounded to half precision."""
-    make = torch.Generator().manual_seed(0)
-    query, key, noise = torch.randn(3, 2, 96, head_dim, generator=make).to(dtype)
-    near_lse, far_lse = torch.randn(2, 2, 96, generator=make)
-    mixed = torch.randn(2, 3, head_dim, head_dim, generator=make).to(states_dtype(dtype))
-    read = 0.3 * (query.double().unflatten(1, (3, 32)) @ mixed.double()).flatten(1, 2)
-    near = far = (noise - read).to(dtype)  # so that γ is about 1 or more
-    found = fit(query, key, 0 * key, None, near, near_lse, far, far_lse, mixed, 0.3, [96], 32, 0)
-    some = sparse.fitting_rows(96, query.device)
-    parts = (x[:, some].double() for x in (0 * near, near, near_lse, far, far_lse, read))
-    for weights, expected in zip(found, sparse.best_weights(*parts), strict=True):
-        assert relative_error(weights, expected) < 2e-6
