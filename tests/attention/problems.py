@@ -141,7 +141,7 @@ def make_problem(
     before the grid does.
     """
     generator = torch.Generator().manual_seed(seed)
-    count = math.prod(grid) + sum(extra) if tokens is None else tokens
+    count = math.prod(grid) + sum(extra)
     shape = (batch, count, heads, head_dim)
 
     def draw(*size: int) -> torch.Tensor:
@@ -159,13 +159,14 @@ def make_problem(
     if rotary:
         samples = batch if rotary == "own" else 1
         angles = draw(samples, count, 1, head_dim // 2).repeat_interleave(2, dim=-1)
-        options["rotary"] = (angles.cos(), angles.sin())
+        options["rotary"] = (angles.cos()[:, :tokens], angles.sin()[:, :tokens])
     if mask:
         weights = torch.rand(batch, count, generator=generator)
         options["key_mask"] = weights if mask == "weights" else weights > 0.3
         options["key_mask"][:, 0] = 1
     if any(extra):
         options["extra"] = extra
+    tensors = {name: x[:, :tokens] if x.ndim == 4 else x for name, x in tensors.items()}
     return Problem(tensors, grid, blocks, options)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from .problems import DEVICE, KINDS, Problem, errors_against_reference, problem_of, reference
 
-ON_KERNELS = ["MHLA", "causal by block, softmax", "lists", "by content, text"]
+ON_KERNELS = ["MHLA", "causal by token, softmax", "lists", "by content, text"]
 """Kinds that together launch every kernel, of which the interpreter takes its time."""
 by_kind = pytest.mark.parametrize("kind", KINDS)
 

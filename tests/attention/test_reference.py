@@ -164,25 +164,24 @@ KERNEL_MHLA = {
 # beside large weights: outputs would pass the largest float16, and errors would be those of the problem. elu+1 has one.
 AFTER = {"rotary": True, "feature_map": "elu+1"}
 KERNEL_CAUSAL = {
-    # blocks of two lengths, cut, one token, first block, one token a block; by token all but the states is eager
+    # blocks of two lengths, cut, one token, first block, one token a block
     **{
-        f"{n} of {whole} in {blocks}": ((whole,), (blocks,), ONE | {"causal": "token", "tokens": n})
-        for whole, blocks, n in ((17, 5, 17), (17, 5, 9), (32, 4, 1), (9, 1, 3), (7, 7, 7))
+        f"{n} of {whole} in {blocks}, {own}": ((whole,), (blocks,), ONE | {"causal": "token", "tokens": n, **own})
+        for whole, blocks, n in ((17, 5, 17), (17, 5, 9), (32, 4, 1), (9, 1, 3), (7, 7, 7)) for own in ({}, SOFTMAX)
     },
     # blocks of several tiles: 141 and 140 tokens, of which the sequence has the first block and a part of the second
-    "several tiles": ((281,), (2,), ONE | {"causal": "token", "tokens": 220, "head_dim": 16, **AFTER}),
+    **{f"several tiles, {own}": ((281,), (2,), ONE | {"causal": "token", "tokens": 220, "head_dim": 16, **own})
+       for own in (AFTER, SOFTMAX)},
     "not normalised": ((13,), (3,), {
         "causal": "token", "batch": 1, "rotary": True, "normalize": False, "norm": True, "per_head": True
     }),
     # Of a mixing entry near 0 the gradient is the rest of D² products that cancel; seed 0 draws one of 0.01.
-    **{f"{d} channels": ((9,), (2,), ONE | {"causal": "token", "head_dim": d, "seed": 1, **SOFTMAX}) for d in (5, 72)},
+    **{f"{d} channels": ((9,), (2,), ONE | {"causal": "token", "head_dim": d, "seed": 1, **SOFTMAX})
+       for d in (1, 5, 72)},
     **{
         f"by block, {options}": ((5, 3, 4), (3, 2, 1), {"heads": 1, "causal": "block", "tokens": 48, **options})
         for options in ({}, SOFTMAX | {"rotary": True, "norm": True}, SOFTMAX | BEFORE | {"gate": True})
     },
-    "by block, several tiles": ((2, 12, 12), (2, 2, 2), ONE | {"causal": "block", "head_dim": 16, **SOFTMAX}),
-    **{f"by block, {d} channels": ((3, 2, 3), (3, 1, 1), ONE | {"causal": "block", "head_dim": d, **SOFTMAX})
-       for d in (1, 5, 72)},
 }  # fmt: skip
 STRETCHES = {"grid": (5, 7, 8), "density": 0.1}
 """280 tokens: a stretch of 256 keys, and one that the end cuts."""
@@ -225,7 +224,7 @@ KERNEL_HALF = {
     "elu+1": ((7, 9), (2, 2), {"rotary": True, "feature_map": "elu+1"}),
     **{f"{d} channels": ((5, 9), (1, 2), {"head_dim": d, "rotary": True, "norm": True}) for d in (72, 128, 256)},
     "causal": ((23,), (2,), AFTER | {"causal": "token"}),
-    "causal, softmax": ((5, 2, 4), (2, 1, 2), BEFORE | SOFTMAX | {"causal": "block"}),
+    "causal, softmax": ((23,), (2,), BEFORE | SOFTMAX | {"causal": "token"}),
     "lists": ((9, 19), 64, {"key_size": 32, "rotary": True, **TEXT_AND_MASK}),
     "lists, means": ((9, 19), 64, {"key_size": 32, "rotary": True, "far": "means", **TEXT_AND_MASK}),
 }

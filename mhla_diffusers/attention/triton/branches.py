@@ -77,7 +77,7 @@ def sparse(call: SparseCall) -> torch.Tensor:
         logits, variance.detach(), rows.weight, given, most, gain is not None, *place
     )
     query = rows.query[:, : rows.pooled_query.shape[1] * rule.block_size].contiguous()
-    near, near_lse = listed(query, *rows.keys, indices, counts, scale, *place)
+    near, near_lse = listed(query, *rows.keys, indices, counts, scale, *place, False)
     far, far_lse = pooled(query, rows.pooled_key, rows.pooled_value, gain, log_weight, bits, scale)
     mixed: torch.Tensor | None = None
     if gain is not None:
@@ -99,7 +99,7 @@ def sparse(call: SparseCall) -> torch.Tensor:
     query = rows.query[:, query.shape[1] :].contiguous()  # extra tokens attend to everything
     blocks = query.shape[1] // rule.block_size, rows.key.shape[1] // rule.key_block_size
     everything = all_blocks(len(query), *blocks, query.device)
-    found, _ = listed(query, *rows.keys, *everything, scale, *place)
+    found, _ = listed(query, *rows.keys, *everything, scale, *place, False)
     found = found[:, : place[2]].unflatten(0, (batch, -1)).transpose(1, 2)
     return call.in_sequence(torch.cat([output, found], dim=1))
 
@@ -137,9 +137,9 @@ def _prepared(call: SparseCall) -> _Rows:
 def own_block(call: MHLACall) -> Own:
     """Attention within the own frame block, by lists of all its blocks.
 
-    Attention by token is PyTorch operations on all devices, as blocks of a text are short.
+    MHLA within the own block, which causal attention by token has, is PyTorch operations on all devices.
     """
-    if call.linear_weight is None or call.causal == "token":
+    if call.linear_weight is None:
         return own_block_of_features(call)
     return joined([_of_blocks(call, blocks.stop - blocks.start, tokens) for blocks, tokens in block_runs(call)])
 
@@ -147,6 +147,7 @@ def own_block(call: MHLACall) -> Own:
 def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
     """Attend within frame blocks of equal length, each as its own sequence."""
     batch, _, heads, head_dim = call.query.shape
+    device, is_causal = call.query.device, call.causal == "token"
     length = (tokens.stop - tokens.start) // count
     block_size = min(power_of_two(length), 64)
     place = [length], block_size, 0
@@ -160,8 +161,10 @@ def _of_blocks(call: MHLACall, count: int, tokens: slice) -> Own:
     query, key, value = (by_block(_usable(x)) for x in (call.query, call.key, call.value))
     rows = _Rows(*prepare(query, key, value, table, None, [length], block_size, *place[1:], False, False))
     groups, blocks = len(rows.query), rows.query.shape[1] // block_size
-    everything = all_blocks(groups, blocks, blocks, query.device)
-    output, lse = listed(rows.query, *rows.keys, *everything, head_dim**-0.5, *place)
+    indices, counts = all_blocks(groups, blocks, blocks, device)
+    if is_causal:
+        counts = torch.arange(groups * blocks, dtype=torch.int32, device=device) % blocks + 1
+    output, lse = listed(rows.query, *rows.keys, indices, counts, head_dim**-0.5, *place, is_causal)
     of_blocks = (x.view(-1, heads, blocks, block_size, x.shape[-1]) for x in (output.float(), lse[..., None]))
     output, lse = (in_order(x, *place[:2]).unflatten(0, (batch, count)).flatten(1, 2) for x in of_blocks)
     return output, lse

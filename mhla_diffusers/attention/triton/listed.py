@@ -26,7 +26,7 @@ from .softmax import (
     store_rows,
     store_softmax,
 )
-from .tiles import constants_of, tile_of
+from .tiles import MAX_HEAD_DIM, Tile, constants_of, tile_of
 
 _MANY = 4
 """Times the mean length of the transposed lists: longer ones are walked first."""
@@ -69,6 +69,7 @@ def listed_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     output_gradient=None,
     lse_gradient=None,
@@ -120,6 +121,8 @@ def listed_kernel(
         elif (i + 1) * PER_TILE >= count - extra_blocks:
             inside = (i * PER_TILE + columns // BLOCK_SIZE < count) & (columns % BLOCK_SIZE < tl.load(valid + j))
             logits = tl.where(inside[None, :], logits, float("-inf"))
+        if CAUSAL and start + BLOCK_N - 1 > first:
+            logits = tl.where((start + columns)[None, :] <= (first + rows)[:, None], logits, float("-inf"))
         if FORWARD:
             top, total, sums = softmax_step(logits, v, top, total, sums, scale, PRECISION)
         else:
@@ -152,6 +155,7 @@ def listed_dkv_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Gradients of BLOCK_N rows of keys and values, from the blocks of queries whose lists name their block."""
@@ -177,6 +181,8 @@ def listed_dkv_kernel(
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         if bias is not None:
             logits += b[:, None]
+        if CAUSAL and first + BLOCK_N - 1 > start:
+            logits = tl.where((first + columns)[:, None] <= (start + rows)[None, :], logits, float("-inf"))
         weights = tl.math.exp2(tl.fma(logits, scale, s[None, :]))
         value_gradient = tl.dot(weights.to(do.dtype), do, value_gradient, input_precision=PRECISION)
         ds = weights * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - d[None, :])
@@ -209,18 +215,27 @@ def transpose_lists(
     return is_short.to(torch.int8).argsort(stable=True).int(), starts, (order // width).int()
 
 
-_INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor indices, Tensor counts, float scale, {GRID}"
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor indices, Tensor counts, float scale, "
+    f"{GRID}, bool causal"
+)
 
 
 def _arguments(inputs: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments that all kernels take, with both axes flat, groups after each other; and those of lists."""
-    query, key, value, bias, indices, counts, scale, grid, block_size, extra = inputs
+    query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal = inputs
     layout = layout_for(grid, block_size, extra, query.device)
     shared = {"query": query, "key": key, "value": value, "valid": layout.valid.repeat(len(query)), "bias": bias}
-    sizes = {"QUERY_ROWS": query.shape[:2].numel() // len(indices), "BLOCK_SIZE": block_size}
+    sizes = {"QUERY_ROWS": query.shape[:2].numel() // len(indices), "BLOCK_SIZE": block_size, "CAUSAL": causal}
     lists = {"indices": indices, "counts": counts, "width": indices.shape[1]}
     lists["extra_blocks"] = layout.blocks - layout.grid_blocks
     return shared | constants_of(query) | sizes | {"scale": scale * LOG2E.value}, lists
+
+
+def _tile(kernel: str, shared: dict[str, Any]) -> Tile:
+    """Return the tile of a kernel that walks lists; with a causal list no tile spans two blocks."""
+    most_n = shared["BLOCK_SIZE"] if shared["CAUSAL"] else MAX_HEAD_DIM
+    return tile_of(kernel, shared["query"], shared["QUERY_ROWS"], most_n)
 
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
@@ -233,14 +248,14 @@ def listed(*inputs: Any):
         indices: int32 (G Tq, n), numbers of key blocks on the flat axis of all groups, n at least 1.
         counts: int32 (G Tq,), how many entries of each list are real; those come first and ascend, since only blocks at
             the end of a list may have padding; the others may hold anything.
+        causal: also hide keys whose row is beyond the query's, of queries that have all rows.
 
     Returns:
         Output (G, Q, D) in the type of the query and LSE float32 (G, Q), natural; 0 and EMPTY for a row that attends to
         nothing.
     """
     (shared, lists), query = _arguments(inputs), inputs[0]
-    rows = shared["QUERY_ROWS"]
-    tile = tile_of("softmax_forward_128" if rows > 64 else "softmax_forward", query, rows)
+    tile = _tile("softmax_forward_128" if shared["QUERY_ROWS"] > 64 else "softmax_forward", shared)
     output, lse = outputs_of(query)
     listed_kernel[(lse.numel() // tile.m,)](output=output, lse=lse, **lists, **shared, **tile.arguments)
     return output, lse
@@ -253,7 +268,7 @@ def listed_backward(output_gradient, lse_gradient, output, lse, *inputs: Any):
     dq, dk, dv = (allocate(x.shape, x.dtype, x.device) for x in (query, key, value))
     shift, delta = (allocate(lse.shape, torch.float32, lse.device) for _ in range(2))
     shared |= {"output_gradient": output_gradient, "shift": shift, "delta": delta}
-    tile = tile_of("softmax_dq", query, shared["QUERY_ROWS"])
+    tile = _tile("softmax_dq", shared)
     listed_kernel[(lse.numel() // tile.m,)](
         output=output, lse=lse, lse_gradient=lse_gradient, dq=dq, **lists, **shared, **tile.arguments
     )

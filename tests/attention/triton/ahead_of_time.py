@@ -52,7 +52,7 @@ PROBLEMS = TABLE | {
     "means": WAN | SPARSE | {"key_block_size": 32, "far": "means"},
     "MHLA": WAN | MHLA | {"everything": True, "rope": "before"},
     "72 channels": BOTH | {"head_dim": 72, "heads": 16, "everything": True},
-    "causal": WAN | {"blocks": 21, "causal": "block"},
+    "causal": WAN | {"blocks": 21, "causal": "token"},
 }
 _USUAL = ["16 bits", "keys in 32"]
 COLUMNS = {

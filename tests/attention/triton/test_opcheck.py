@@ -12,6 +12,7 @@ KINDS = {
     "MHLA": {},
     "MHLA, not normalised": {},
     "causal by block": {},
+    "causal by token, softmax": {},
     "lists": {"heads": 2},
     "by content": {},
     "by content, means": {"batch": 1},
