@@ -86,14 +86,15 @@ def test_every_variant_has_a_row(tmp_path):
 @pytest.mark.parametrize(("wrong", "kind"), [("output", "MHLA"), ("query", "sparse")])
 def test_a_wrong_attention_is_not_timed(monkeypatch, tmp_path, wrong, kind):
     """The output, or the gradient of the query alone."""
-    name = {"MHLA": "mhla_attention", "sparse": "sparse_attention"}[kind]
-    right = getattr(correctness, name)
+    right = correctness.attend
 
-    def attend(query, *args, **options):
-        twice = 2 * query - query.detach()  # the right value and a doubled gradient
-        return right(twice, *args, **options) if wrong == "query" else 1.1 * right(query, *args, **options)
+    def attend_wrongly(call, backend):
+        if isinstance(call, SparseCall) != (kind == "sparse"):
+            return right(call, backend)
+        twice = 2 * call.query - call.query.detach()  # the right value and a doubled gradient
+        return right(replace(call, query=twice), backend) if wrong == "query" else 1.1 * right(call, backend)
 
-    monkeypatch.setattr(correctness, name, attend)
+    monkeypatch.setattr(correctness, "attend", attend_wrongly)
     with refused(f"{kind} eager ", wrong):
         measure(tmp_path, "op", *SMALL)
     assert not list(tmp_path.rglob("*.csv"))
