@@ -29,7 +29,6 @@ RENAMED = {
     ".g_norm.weight": ".mhla.output_norm",
     ".g.": ".mhla.gate.",
     ".lepe.": ".mhla.convolution.",
-    "img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed",
 }
 
 
@@ -37,10 +36,8 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file, or the several that an ``.index.json`` lists."""
     if path.name.endswith(".index.json"):
         content = read_json(path)
-        files = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(files, dict) or not files:
-            raise ValueError(f"{path} has no weight_map from names to files, as the index of a checkpoint has.")
-        return {name: x for file in sorted(set(files.values())) for name, x in read(path.parent / file).items()}
+        files = sorted(set(content["weight_map"].values()))
+        return {name: x for file in files for name, x in read(path.parent / file).items()}
     if path.suffix != ".safetensors":
         raise ValueError(f"{path} is no safetensors file; pickle files are never loaded, convert it first.")
     try:
@@ -95,8 +92,6 @@ def convert(checkpoint: Path, folder: Path, blocks: tuple[int, ...] | None, base
         )
         head_dim = len(state[layer + "output_norm"])
         inner, channels, *patch = state["patch_embedding.weight"].shape
-        image = state.get("condition_embedder.image_embedder.norm1.weight")
-        positions = state.get("condition_embedder.image_embedder.pos_embed")
         with torch.device("meta"):
             transformer = WanTransformer3DModel(
                 patch_size=tuple(patch),
@@ -109,9 +104,6 @@ def convert(checkpoint: Path, folder: Path, blocks: tuple[int, ...] | None, base
                 ffn_dim=state["blocks.0.ffn.net.2.weight"].shape[1],
                 num_layers=1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks.")),
                 cross_attn_norm="blocks.0.norm2.weight" in state,
-                image_dim=None if image is None else len(image),
-                added_kv_proj_dim=None if image is None else inner,
-                pos_embed_seq_len=None if positions is None else positions.shape[1],
             )
         apply_mhla(transformer, config)
         transformer.load_state_dict(state, assign=True)

@@ -1,8 +1,10 @@
 """Tiny models of every family as a table: what differs from the package's own tiny models, inputs and pipelines."""
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -20,14 +22,13 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
-from torch.nn import functional
 
 import mhla_diffusers as mhla
-from mhla_diffusers.families import Family, Inputs, Model, get_family
+from mhla_diffusers.families import Family, Model, get_family, named_arguments
 
 from ..models import FAMILIES, attn_processors, inputs, seeded, small_case
 from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
-from .forwards import INPUTS, MODELS
+from .tiny_models import MODELS
 
 TEXT_TOKENS = 6
 """Tokens of texts in inputs, which are cut to it unless a model takes whole ones alone."""
@@ -37,6 +38,7 @@ TEXT_TEMPLATE = "the {} on"
 """In place of a prompt for language models, one token before the text and one after it."""
 _CHAT_TEMPLATE = "the {% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %} on"
 _VIDEO, _IMAGE = ((4, 4, 6), (3, 5, 4)), ((8, 8), (7, 5))
+_WHOLE, _CHUNK = (_VIDEO[0], (3, 6, 4)), (_VIDEO[0], (4, 5, 4))
 """Token grids of usual and ragged inputs, of which block counts divide the first alone."""
 ROUNDING = 2e-5
 """Relative: float32 sums in another order, through all layers."""
@@ -46,11 +48,6 @@ def drawer(batch: int, seed: int) -> Callable[..., torch.Tensor]:
     """A function that draws normal values of shape (batch, *what it is given)."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape: torch.randn(batch, *shape, generator=generator)
-
-
-def keep_some(batch: int, tokens: int) -> torch.Tensor:
-    """Mask (B, tokens), int64, of texts of other lengths: all tokens, two fewer, and three."""
-    return (torch.arange(tokens) < torch.tensor([[tokens], [tokens - 2], [3]])[:batch]).long()
 
 
 def embeddings(tokens: int, channels: int = 32) -> dict[str, torch.Tensor]:
@@ -443,6 +440,7 @@ def _longcat(transformer: Any) -> Any:
         transformer=transformer,
     )
     pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_suffix = "the", "on"
+    pipe.tokenizer_max_length = TEXT_TOKENS
     return pipe
 
 
@@ -489,18 +487,16 @@ class Case:
     family: str = ""
     frames: int | None = None
     """Latent frames that are no axis of the grid."""
-    texts: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of texts, if not ``TEXT_TOKENS``; 0 for as many as the model takes."""
     change: Callable[[dict[str, Any], tuple[int, ...]], dict[str, Any]] = lambda arguments, grid: arguments
-    """What differs from the arguments that the family makes."""
+    """What differs from the arguments that the pipeline gives."""
     extra: tuple[int, int] = (0, 0)
     """Tokens before and after the grid's in the sequence that the attention works on, of the usual inputs."""
+    samples: int = 2
+    """Samples of a call of its pipeline that are recorded; 1 for pipelines that make no more."""
     checkpointed: int = 2
     """Samples of a batch under gradient checkpointing."""
     compiles_whole: bool = True
     """Whether the model's own forward compiles to one graph."""
-    one_time: bool = False
-    """Whether samples of a batch share their time."""
     noise: float = 0.15
     """Noise of weights; where more of it would make attention a trifle, less."""
 
@@ -514,15 +510,6 @@ class Case:
         return found[0] if found else MODELS[self.of_family.name]
 
     @property
-    def of_inputs(self) -> Inputs:
-        """What a forward takes, which the package says of those that are trained."""
-        family = self.of_family
-        if (inputs := copy.copy(INPUTS.get(family.name))) is None:
-            return family.inputs
-        inputs.family = family
-        return inputs
-
-    @property
     def grid(self) -> tuple[int, ...]:
         return self.grids[0]
 
@@ -533,14 +520,10 @@ class Case:
 
     @property
     def latents(self) -> tuple[int, ...]:
-        """Latents (C, ...) of the usual grid, as the family's files have them."""
-        return self._latents(self.grid)
-
-    def _latents(self, grid: tuple[int, ...]) -> tuple[int, ...]:
+        """Latents (C, ...) of the usual grid, as files of a trained family have them."""
         model = _model_of(self.name)
-        sizes = [count * length for count, length in zip(grid, self.of_family.patch_of(model), strict=True)]
-        frames = [] if self.frames is None else [self.frames]
-        return self.of_inputs.channels(model.config), *frames, *sizes
+        sizes = [count * length for count, length in zip(self.grid, self.of_family.patch_of(model), strict=True)]
+        return self.of_family.inputs.channels(model.config), *sizes
 
     def transformer(self, **config: Any) -> Any:
         model = self.model
@@ -556,29 +539,60 @@ class Case:
     def pipeline(self, **config: Any) -> Any:
         return quiet(self.make(self.transformer(**config)))
 
-    def drawn(self, grid: tuple[int, ...], batch: int, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Latents and conditioning of the shapes that the family tells, for at most three samples, no two alike."""
-        draw, conditioning = drawer(batch, seed), {}
-        latents = draw(*self._latents(grid))
-        for name, value in self.of_inputs.conditioning_shapes(_model_of(self.name).config).items():
-            shape, is_float = list(value.shape), value.dtype.is_floating_point
-            if not shape:
-                conditioning[name] = torch.tensor([3, 7, 1000])[:batch]
-                continue
-            if len(shape) > 1 or not is_float:
-                shape[0] = self.texts.get(name, TEXT_TOKENS) or shape[0]
-            own = min(shape[0], TEXT_TOKENS)
-            mask = functional.pad(keep_some(batch, own), (0, shape[0] - own))
-            conditioning[name] = draw(*shape) if is_float else mask.to(value.dtype)
-        return latents, conditioning
+    def call_of(self, grid: tuple[int, ...]) -> dict[str, Any]:
+        """Arguments of the pipeline's call for two prompts and a grid."""
+        call: dict[str, Any] = {**self.call}
+        for name, value in self.call.items():
+            if isinstance(value, torch.Tensor) and self.samples == 2:
+                call[name] = torch.cat([value, value.flip(1) if value.is_floating_point() else value])
+        if call.get("prompt"):
+            call["prompt"] = [call["prompt"], "a cat"][: self.samples]
+        if call.get("negative_prompt"):
+            call["negative_prompt"] = [call["negative_prompt"]] * self.samples
+        for name, axis in (("height", -2), ("width", -1)):
+            call[name] = call[name] // self.grid[axis] * grid[axis]
+        for name in ("num_frames", "frames") if len(grid) == 3 and grid != self.grid else ():
+            if name in call:
+                call[name] = (call[name] - 1) // (self.grid[0] - 1) * (grid[0] - 1) + 1
+        return call
 
-    def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
-        inputs, grid = self.of_inputs, self.grids[ragged]
-        is_sigma = inputs.takes_sigma
-        timestep = torch.tensor([0.5, 0.25, 0.75] if is_sigma else [500, 250, 750])[:batch]
-        timestep = timestep[:1].expand(batch) if self.one_time else timestep
-        latents, conditioning = self.drawn(grid, batch, seed)
-        return self.change(inputs.arguments(_model_of(self.name), latents, timestep, conditioning), grid)
+    def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1, **settings: Any) -> dict[str, Any]:
+        """Arguments of the first forward of the pipeline, called with these settings, for at most two samples."""
+        given = copy.deepcopy(_first_forward(self.name, ragged, seed, **settings))
+        samples = len(given[self.of_family.latents_name])
+        found = {name: value if name.startswith("indices") else sample(value, samples, slice(batch))
+                 for name, value in given.items()}  # fmt: skip
+        return self.change(found, self.grids[ragged])
+
+
+def sample(argument: Any, samples: int, chosen: slice) -> Any:
+    """Some samples of an argument, if it has so many."""
+    if isinstance(argument, dict):
+        return {key: sample(value, samples, chosen) for key, value in argument.items()}
+    is_batch = isinstance(argument, list) or (isinstance(argument, torch.Tensor) and argument.ndim)
+    return argument[chosen] if is_batch and len(argument) == samples else argument
+
+
+class _Reached(Exception):
+    pass
+
+
+@cache
+def _first_forward(name: str, ragged: bool, seed: int, **settings: Any) -> dict[str, Any]:
+    """Arguments by name of the first forward of a case's pipeline, without guidance where it has a scale."""
+    case, calls = CASES[name], []
+    pipe = case.pipeline()
+
+    def stop(*call: Any) -> None:
+        calls.append(named_arguments(*call))
+        raise _Reached
+
+    pipe.transformer.register_forward_pre_hook(stop, with_kwargs=True)
+    guidance = {"guidance_scale": 1.0} if "guidance_scale" in inspect.signature(pipe.__call__).parameters else {}
+    call = {**case.call_of(case.grids[ragged]), **guidance, **settings}
+    with suppress(_Reached), torch.no_grad():
+        pipe(**call, generator=torch.Generator().manual_seed(seed))
+    return {key: value for key, value in calls[0].items() if key != "return_dict"}
 
 
 class _Built(Case):
@@ -590,7 +604,7 @@ class _Built(Case):
     def short(self) -> Any:
         return self.transformer(num_layers=1)
 
-    def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1) -> dict[str, Any]:
+    def inputs(self, batch: int = 2, ragged: bool = False, seed: int = 1, **settings: Any) -> dict[str, Any]:
         return inputs(self.name, batch=batch, ragged=ragged, seed=seed)
 
 
@@ -610,35 +624,19 @@ def _layers(count: int, name: str = "transformer_blocks.{}.attn1") -> tuple[str,
     return tuple(name.format(layer) for layer in range(count))
 
 
-def _with_pictures(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
-    """Poses and faces that move a character."""
-    draw, (frames, height, width) = drawer(len(arguments["hidden_states"]), 9), grid
-    poses = draw(16, frames - 1, 2 * height, 2 * width)
-    return {**arguments, "pose_hidden_states": poses, "face_pixel_values": draw(3, 4 * (frames - 2) + 1, 16, 16)}
-
-
-def _first_frame_known(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
-    """A time for every token, 0 in the first frame."""
-    later = torch.ones(1, 1, *grid)
-    later[:, :, 0] = 0
-    return {**arguments, "timestep": arguments["timestep"].view(-1, 1, 1, 1, 1) * later}
-
-
 def _forcing(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
     """A time for every frame, later blocks of two frames noisier."""
     later = torch.arange(grid[0]) // 2 * 100
-    return {**arguments, "timestep": arguments["timestep"][:, None] + later, "enable_diffusion_forcing": True}
+    return {
+        **arguments,
+        "timestep": torch.tensor([[500], [250]])[: len(arguments["hidden_states"])] + later,
+        "enable_diffusion_forcing": True,
+    }
 
 
-def _no_image(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
-    return {**arguments, "image_embeds": torch.zeros(len(arguments["hidden_states"]), 3, 8)}
-
-
-def _padded(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
-    """The second text is shorter, after padding."""
-    for name, value in (("position_ids", 0), ("indicator", 0), ("segment_ids", -1)):
-        arguments[name][1:2, :2] = value
-    return arguments
+def _bool_mask(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
+    """As a mask, not added to the scores."""
+    return {**arguments, "attention_mask": arguments["attention_mask"].bool()}
 
 
 def _long_text(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
@@ -649,7 +647,8 @@ def _long_text(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, An
 
 def _image_call(side: int, guidance: float | None, **different: Any) -> dict[str, Any]:
     """Arguments of the call of a pipeline of images with classifier-free guidance; None leaves one out."""
-    usual = {"prompt": "a red ball", "negative_prompt": "dog", "guidance_scale": guidance, "max_sequence_length": 8}
+    usual = {"prompt": "a red ball", "negative_prompt": "dog", "guidance_scale": guidance}
+    usual["max_sequence_length"] = TEXT_TOKENS
     size = {"height": side, "width": side, "num_inference_steps": 2, "output_type": "pt"}
     return {name: value for name, value in {**usual, **size, **different}.items() if value is not None}
 
@@ -660,12 +659,10 @@ _GUIDED = {**_TOLD, "negative_prompt": "dog"}
 _PICTURE = {"image": Image.new("RGB", (96, 64), "red")}
 _ROWS = {"settings": {"rope_max_seq_len": 32}, "grids": _VIDEO}
 _SHOWN = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24, "rope_max_seq_len": 32}
-_SHOWN_TEXTS = {"encoder_hidden_states": IMAGE_TEXT_TOKENS, "encoder_hidden_states_image": 5}
-_OF_WAN_SHOWN: dict[str, Any] = {"settings": _SHOWN, "texts": _SHOWN_TEXTS, "grids": _VIDEO}
-_HUNYUAN_TEXTS = ("encoder_hidden_states", "text_embedding_mask", "encoder_hidden_states_t5", "text_embedding_mask_t5")
+_OF_WAN_SHOWN: dict[str, Any] = {"settings": _SHOWN, "grids": _VIDEO}
 _JOINT, _WAN_LAYERS = _layers(3, "transformer_blocks.{}.attn"), _layers(3, "blocks.{}.attn1")
 _TWO_STREAMS = (*_JOINT[:2], *_layers(2, "single_transformer_blocks.{}.attn"))
-_TEXT_FIRST = (TEXT_TOKENS, 0)
+_TEXT_FIRST, _CLIP_AND_T5 = (TEXT_TOKENS, 0), (0, 2 * TEXT_TOKENS)
 _SINGLE = {"num_single_layers": 2}
 _SD3 = {"attention_head_dim": 16, "caption_projection_dim": 32, "pooled_projection_dim": 24, "sample_size": 16}
 _SD3 |= {"pos_embed_max_size": 16}
@@ -758,11 +755,11 @@ _KANDINSKY6_LAYERS = _layers(3, "visual_transformer_blocks.{}.video_dec_block.se
 _TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
 _WINDOW = {**_TEMPLATED, **_PICTURE, "num_frames": 9, "latent_window_size": 3, "sampling_type": "vanilla"}
 # two frames, two at half and 16 at a quarter scale; after the window a picture and text
-_HISTORY = (48 + 6 + 8, 729 + TEXT_TOKENS)
+_HISTORY = (48 + 6 + 8, 4 + 5)
 _HELIOS_CALL = {**_CLIP, **embeddings(TEXT_TOKENS), "num_latent_frames_per_chunk": 4}
 _WEIGHED = {"is_amplify_history": True}
 _LATTE_CALL = _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3)
-_LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the")
+_LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the", max_sequence_length=8)
 _LUMINA_LAYERS = ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn"))
 _MOCHI_CALL = {**_GUIDED, "num_frames": 19, "guidance_scale": 4.5}
 _SIGMA = {"sample_size": 64, "use_additional_conditions": False}
@@ -771,12 +768,11 @@ _SKYREELS_CALL = {**_CLIP, **embeddings(TEXT_TOKENS)}
 _SKYREELS_IMAGE_CALL = {**_CLIP, **embeddings(IMAGE_TEXT_TOKENS), **_PICTURE}
 _FORCED = {"rope_max_seq_len": 32, "num_frame_per_block": 2}
 _TWO_FRAMES = {**_OF_WAN_SHOWN, "grids": ((2, 4, 6), (2, 5, 4))}
-_QUOTED_TEXTS = {"encoder_hidden_states_2": 4, "encoder_attention_mask_2": 4}
-_HUNYUAN = {"texts": dict.fromkeys(_HUNYUAN_TEXTS, 0), "noise": 0.1}
 # its forward branches on whether all image embeddings are 0
-_HUNYUAN_1_5 = {"texts": _QUOTED_TEXTS, "change": _no_image, "compiles_whole": False, "extra": (0, 7 + TEXT_TOKENS)}
+_HUNYUAN_1_5 = {"compiles_whole": False, "extra": (0, 7 + TEXT_TOKENS)}
 _QUOTED_IMAGE = {**_image_call(16, None, max_sequence_length=None), "prompt": _QUOTED["prompt"]}
-_HUNYUAN_IMAGE = {"texts": _QUOTED_TEXTS, "compiles_whole": False, "extra": (0, 4 + TEXT_TOKENS)}
+_HUNYUAN_IMAGE = {"compiles_whole": False, "extra": (0, 4 + TEXT_TOKENS)}
+_CHROMA = {"extra": _TEXT_FIRST, "checkpointed": 1, "change": _bool_mask}
 _DIT = {"mlp_ratio": 2.0, "sample_size": 16}
 _LATTE = {"sample_size": 16, "video_length": 3}
 _LONGCAT_CALL = _image_call(32, 4.5, max_sequence_length=None, enable_prompt_rewrite=False)
@@ -784,10 +780,9 @@ _TEXT_LAST, _Z_LAYERS = (0, TEXT_TOKENS), _layers(3, "layers.{}.attention")
 _LTX_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8}
 _ALONE: dict[str, Any] = {"negative_prompt": None}
 _FOUR_BLOCKS, _QWEN_CALL = _layers(4, "blocks.{}.attn1"), _image_call(32, None, true_cfg_scale=4.0)
-_SANA_SHOWN, _OF_SANA = {**_SANA_CALL, **_PICTURE}, {"grids": _VIDEO, "family": "sana_video"}
+_SANA_SHOWN, _OF_SANA = {**_SANA_CALL, **_PICTURE}, {"grids": _WHOLE, "family": "sana_video"}
 _OF_SKYREELS = {"grids": ((4, 4, 6), (2, 5, 4)), "family": "skyreels_v2"}
 _UNEVEN = {"family": "z_image", "extra": (0, 64)}
-_ANIMATE = {"texts": _SHOWN_TEXTS, "change": _with_pictures}
 
 _TABLE = (
     # latents, since its autoencoder decodes whole tiles alone
@@ -798,52 +793,52 @@ _TABLE = (
     Case("chronoedit", _edit, _REASONING, _WAN_LAYERS, **_OF_WAN_SHOWN),
     Case("chronoedit_edit", _edit, _EDIT_TWO, _WAN_LAYERS, family="chronoedit", **_TWO_FRAMES),
     # diffusers drops the mask of texts of other lengths under gradient checkpointing
-    Case("chroma", _chroma, _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST, checkpointed=1),
+    Case("chroma", _chroma, _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, **_CHROMA),
     Case("cogvideox", _cogvideox, _COG_CALL, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
     Case("cogvideox_two_frames", _cogvideox, _COG_LONG, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
-    Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=_TEXT_FIRST),
+    Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=(16, 0)),
     Case("easyanimate", _easyanimate, _EASY_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_FIRST),
     Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
     Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
     Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE, extra=_TEXT_FIRST),
-    Case("framepack", _framepack, _WINDOW, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_HISTORY),
-    Case("helios", _helios, _HELIOS_CALL, _WAN_LAYERS, grids=_VIDEO, extra=(_HISTORY[0], 0)),
+    Case("framepack", _framepack, _WINDOW, _TWO_STREAMS, _SINGLE, ((3, 4, 6), (3, 5, 4)), extra=_HISTORY, samples=1),
+    Case("helios", _helios, _HELIOS_CALL, _WAN_LAYERS, grids=_CHUNK, extra=(_HISTORY[0], 0)),
     # keys of earlier frames weigh more
-    Case("helios_weighed", _helios, _HELIOS_CALL, _WAN_LAYERS, _WEIGHED, _VIDEO, "helios", extra=(_HISTORY[0], 0)),
-    Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, **_HUNYUAN),
+    Case("helios_weighed", _helios, _HELIOS_CALL, _WAN_LAYERS, _WEIGHED, _CHUNK, "helios", extra=(_HISTORY[0], 0)),
+    Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, noise=0.1),
     Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
     Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
     Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
-    Case("ideogram4", _ideogram4, _IDEOGRAM_CALL, _layers(3, "layers.{}.attention"), change=_padded, extra=_TEXT_FIRST),
+    Case("ideogram4", _ideogram4, _IDEOGRAM_CALL, _layers(3, "layers.{}.attention"), extra=_TEXT_FIRST),
     Case("kandinsky5", _kandinsky5, _KANDINSKY_CALL, _KANDINSKY_LAYERS, grids=_VIDEO),
     Case("kandinsky6", _kandinsky6, _KANDINSKY6_CALL, _KANDINSKY6_LAYERS, grids=_VIDEO),
     Case("krea2", _krea2, _image_call(32, 3.5), _JOINT, extra=_TEXT_FIRST),
     Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
     Case("longcat_image", _longcat, _LONGCAT_CALL, _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
-    Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_VIDEO),
-    Case("ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_VIDEO),
+    Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_WHOLE),
+    Case("ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_WHOLE),
     # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
-    Case("ltx2_first", _ltx2, _LTX2_CALL, _layers(3), _LTX2_FIRST, _VIDEO, "ltx2"),
-    Case("mochi", _mochi, _MOCHI_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_LAST),
+    Case("ltx2_first", _ltx2, _LTX2_CALL, _layers(3), _LTX2_FIRST, _WHOLE, "ltx2"),
+    Case("mochi", _mochi, _MOCHI_CALL, _layers(3), grids=_VIDEO, extra=(0, 4)),
     # its forward reads the lengths of texts
-    Case("lumina2", _lumina2, _LUMINA_CALL, _LUMINA_LAYERS, compiles_whole=False, extra=_TEXT_FIRST),
+    Case("lumina2", _lumina2, _LUMINA_CALL, _LUMINA_LAYERS, compiles_whole=False, extra=(8, 0)),
     # text, and as many rows of sound
-    Case("minimax_h3", minimax_h3, SOUND_CALL, _JOINT, grids=_VIDEO, extra=(2 * TEXT_TOKENS, 0), one_time=True),
+    Case("minimax_h3", minimax_h3, SOUND_CALL, _JOINT, grids=((37, 2, 3), (37, 4, 2)), extra=(420, 0), samples=1),
     Case("pixart", _pixart, _image_call(128, 1.5, **_CLEAN), _layers(3), {"sample_size": 128}),
     Case("pixart_sigma", _sigma, _image_call(128, 1.5, **_CLEAN), _layers(3), _SIGMA, family="pixart"),
-    Case("qwenimage", _qwenimage, _QWEN_CALL, _JOINT, {"joint_attention_dim": 16}, extra=_TEXT_FIRST),
-    Case("sana_video", _sana_video, _SANA_CALL, _layers(3), _SANA_VIDEO, _VIDEO),
-    Case("sana_video_image", _sana_image, _SANA_SHOWN, _layers(3), _SANA_VIDEO, change=_first_frame_known, **_OF_SANA),
-    Case("sd3", _sd3, _image_call(32, 5.0), _JOINT, _SD3, extra=_TEXT_LAST),
+    Case("qwenimage", _qwenimage, _QWEN_CALL, _JOINT, {"joint_attention_dim": 16}, extra=(4, 0)),
+    Case("sana_video", _sana_video, _SANA_CALL, _layers(3), _SANA_VIDEO, _WHOLE),
+    Case("sana_video_image", _sana_image, _SANA_SHOWN, _layers(3), _SANA_VIDEO, **_OF_SANA),
+    Case("sd3", _sd3, _image_call(32, 5.0), _JOINT, _SD3, extra=_CLIP_AND_T5),
     # as SD 3.5: query and key normed, and in the first layer a second attention over the image alone
-    Case("sd3_dual", _sd3, _image_call(32, 5.0), _DUAL_LAYERS, {**_SD3, **_DUAL}, family="sd3", extra=_TEXT_LAST),
+    Case("sd3_dual", _sd3, _image_call(32, 5.0), _DUAL_LAYERS, {**_SD3, **_DUAL}, family="sd3", extra=_CLIP_AND_T5),
     Case("skyreels_v2", _skyreels, _SKYREELS_CALL, _WAN_LAYERS, **_ROWS),
     # two latent frames in a block, each block sees itself and the ones before it
     Case("skyreels_v2_forcing", _forced, _FORCING_CALL, _WAN_LAYERS, _FORCED, change=_forcing, **_OF_SKYREELS),
     Case(
         "skyreels_v2_image", _skyreels_image, _SKYREELS_IMAGE_CALL, _WAN_LAYERS, family="skyreels_v2", **_OF_WAN_SHOWN
     ),
-    Case("wan_animate", _animate, {**_EDIT_TWO, **_FACES}, _FOUR_BLOCKS, _ANIMATED, _VIDEO, **_ANIMATE),
+    Case("wan_animate", _animate, {**_EDIT_TWO, **_FACES}, _FOUR_BLOCKS, _ANIMATED, _CHUNK),
     _built("dit", _layers(4)),
     _built("sana", _layers(3)),
     _built("sana_qk_norm", _layers(3), "sana"),

@@ -49,7 +49,7 @@ CASE = _Added(
     cogview3plus_pipeline,
     {**CALL, "height": 128, "width": 128, "prompt": "the red dog", "output_type": "pt"},
     tuple(f"transformer_blocks.{layer}.attn1" for layer in range(4)),
-    extra=(6, 0),
+    extra=(8, 0),
 )
 """A picture of 8x8 tokens."""
 

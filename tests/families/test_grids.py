@@ -86,9 +86,9 @@ READ: dict[str, tuple[str, Callable[[Given], Given], tuple[int, ...], tuple[int,
         (72, 0),
     ),
     "ltx2, keyframes": ("ltx2", appended, (4, 4, 6), (0, 24)),
-    "minimax, first": ("minimax_h3", lambda given: with_pictures(given, ("first",), 0), (4, 4, 6), (30, 0)),
-    "minimax, last": ("minimax_h3", lambda given: with_pictures(given, ("last",)), (4, 4, 6), (36, 0)),
-    "minimax, both": ("minimax_h3", lambda given: with_pictures(given, ("first", "last")), (4, 4, 6), (60, 0)),
+    "minimax, first": ("minimax_h3", lambda given: with_pictures(given, ("first",), 0), (37, 2, 3), (12, 0)),
+    "minimax, last": ("minimax_h3", lambda given: with_pictures(given, ("last",)), (37, 2, 3), (18, 0)),
+    "minimax, both": ("minimax_h3", lambda given: with_pictures(given, ("first", "last")), (37, 2, 3), (24, 0)),
     "wide flux": ("flux", giving(img_ids=places(4, 16)), (4, 16), (6, 0)),
 }
 

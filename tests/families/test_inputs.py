@@ -197,7 +197,7 @@ def test_pixart_is_told_the_size_as_the_pipeline_tells_it(sample_size: int, widt
     pipe = case.pipeline(sample_size=sample_size)
     given = forwards(pipe, **{**case.call, "width": width, "guidance_scale": 1.0})[0]
     latents = torch.zeros(1, 4, 16, width // 8)
-    found = case.of_inputs.arguments(pipe.transformer, latents, given["timestep"], {})["added_cond_kwargs"]
+    found = case.of_family.inputs.arguments(pipe.transformer, latents, given["timestep"], {})["added_cond_kwargs"]
     assert (found["resolution"] is not None) == (sample_size == 128)
     torch.testing.assert_close(found, given["added_cond_kwargs"])
 
@@ -221,11 +221,11 @@ def test_embedded_guidance_and_the_frame_rate_are_given_to_models_that_take_them
     for embeds in (True, False):
         model = case.transformer(guidance_embeds=embeds, num_layers=1, num_single_layers=1)
         text = {"encoder_hidden_states": torch.zeros(1, 6, 32)}
-        assert ("guidance" in case.of_inputs.arguments(model, latents, torch.tensor([0.5]), text)) is embeds
+        assert ("guidance" in case.of_family.inputs.arguments(model, latents, torch.tensor([0.5]), text)) is embeds
     case = case_of("skyreels_v2")
     model, given = wan(type(case.transformer()), num_layers=1, inject_sample_info=True), case.inputs()
     text = {"encoder_hidden_states": given["encoder_hidden_states"]}
-    made = case.of_inputs.arguments(model, given["hidden_states"], given["timestep"], text)
+    made = case.of_family.inputs.arguments(model, given["hidden_states"], given["timestep"], text)
     # as the pipeline tells it, 0 for 16 frames per second and 1 for any other rate
     assert torch.equal(output(model, made), output(model, {**given, "fps": [1, 1]}))
     assert_changed(output(model, made), output(model, {**given, "fps": [0, 0]}))
