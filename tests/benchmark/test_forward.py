@@ -51,14 +51,6 @@ def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
     assert differ == {"rope_max_seq_len"} and (model.layers, model.heads, model.head_dim) == (4, 3, 32)
 
 
-@pytest.mark.parametrize("name", ["tiny-wan", "tiny-dit"])
-def test_the_small_case_has_two_tokens_per_block_and_axis(name):
-    case = small_case(models()[name])
-    transformer, inputs = on_meta(case)
-    grid = get_family(transformer).token_grid(transformer, inputs["hidden_states"])
-    assert grid == case.grid == tuple(2 * count for count in case.model.blocks)
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "tokens"),
     [
