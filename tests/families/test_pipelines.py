@@ -7,7 +7,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import LayerSkipConfig, apply_layer_skip
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 
@@ -15,7 +14,7 @@ import mhla_diffusers as mhla
 
 from ..models import assert_changed
 from ..pipelines import quiet
-from .cases import ALL_LISTED, CASES, NAMES, SPARSE, case_of, flow, flux2_pipeline, output, plain, tally
+from .cases import ALL_LISTED, CASES, NAMES, SPARSE, case_of, flow, flux2_pipeline, plain, tally
 
 FIRST_DENSE = {**SPARSE, "dense_first": 1, "dense_last": 0, "dense_every": 0}
 
@@ -129,19 +128,6 @@ def test_skip_layer_guidance_of_sd3() -> None:
     assert not torch.equal(run(), expected)
     # the first step skips nothing; the second has another forward, with two of its three layers
     assert tally(pipe) == (5, {"dense steps": 3})
-
-
-@pytest.mark.parametrize("name", ["cogview4", "dit"])
-def test_a_skipped_attention_stays_skipped(name: str) -> None:
-    """As guidance skips it that is a component."""
-    case = case_of(name)
-    model, arguments = mhla.apply_mhla(case.transformer(), **SPARSE), case.inputs()
-    output(model, arguments)
-    count, _ = tally(model)
-    fqn = case.attentions[0].split(".")[0]
-    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn=fqn, skip_attention=True, skip_ff=False))
-    assert output(model, arguments).isfinite().all()
-    assert tally(model) == (count - 1, {})
 
 
 # IP-Adapters, whose processors have weights and let attentions look at a picture
