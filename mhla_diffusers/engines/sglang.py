@@ -35,7 +35,7 @@ def activate() -> None:
     logger = init_logger(__name__)
     try:
         settings = settings_from_environment()
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: MHLA_PATCH names a file that is not there
         # SGLang logs other exceptions of a plug-in and goes on without it: dense, where sparse was asked for
         raise SystemExit(f"mhla_diffusers: {error}") from error
     if version("sglang") != _VERSION:
