@@ -508,7 +508,7 @@ def test_classes_of_diffusers_without_a_family(name):
         ({"grid": GRID, "extra": 5}, "extra=5"),
         ({"grid": GRID, "extra": (None, None)}, "extra=(None, None)"),
         ({"grid": GRID, "layers": "2/3"}, "layers='2/3'"),
-        ({"grid": GRID, "blocks": (2, 2, 2)}, "blocks...docs/models.md"),
+        ({"grid": GRID, "blocks": (2, 2, 2)}, "sparse attention alone...docs/models.md"),
         ({"grid": GRID, "patch": "wan2.1-t2v-1.3b"}, "no family"),
     ],
 )
