@@ -24,7 +24,6 @@ __all__ = [
     "mhla_layers",
     "remove_mhla",
     "save_mhla",
-    "set_attn_processor",
     "tune",
 ]
 
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
         mhla_layers,
         remove_mhla,
         save_mhla,
-        set_attn_processor,
     )
     from .tuning.run import tune
 else:

@@ -75,7 +75,7 @@ def test_info_on_one_patch(patch, words):
 def test_info_on_a_saved_patch(tmp_path):
     model = models.patched("wan", output_gate=True)
     model.blocks[1].attn1.to_q.weight.data.mul_(1.5)
-    save_mhla(model, tmp_path, weights="changed", base=models.wan(), base_model="someone/base")
+    save_mhla(model, tmp_path, weights=["blocks.1.attn1.to_q.weight"], base_model="someone/base")
     shown = mhla_here("info", "--patch", str(tmp_path))
     assert all(word in shown for word in ("someone/base", "changed", "[2, 2, 3]", "blocks.1.attn1.to_q.weight"))
 

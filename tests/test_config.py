@@ -70,6 +70,8 @@ REFUSED = [
     (MHLA | {"normalize": False}, "normalize=False .*output_norm=True"),
     (MHLA | {"convolution": 4}, "convolution=4"),
     (MHLA | {"dense_first": 1.5}, r"dense_first=1\.5"),
+    (SPARSE | {"dense_every": 1}, "dense_every=1"),
+    (SPARSE | {"dense_first": 0.6, "dense_last": 0.4}, r"dense_first=0\.6"),
     (MHLA | {"causal": "block"}, "lacks block_length"),
     (TOKEN | {"mixing_clip": False}, "mixing_clip=False"),
     (CAUSAL | {"mixing_clip": False}, "mixing_clip=False"),

@@ -90,7 +90,7 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
     else:
         load_result(halved, run / "result")
         halved.transformer.half()
-        save_mhla(halved, folder, weights="changed", base=base, base_model=f"tiny-{name}")
+        save_mhla(halved, folder, base_model=f"tiny-{name}")
         load_result(saved, folder)
     *transfer, end_to_end = runs
     record = {

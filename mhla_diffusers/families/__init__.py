@@ -90,11 +90,11 @@ def supported_instead(kind: str | type) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside ``torch.compile`` or data parallelism."""
+    """Return the module inside ``torch.compile``, data parallelism or PEFT's wrapper."""
     from accelerate.utils import extract_model_from_parallel
 
-    inside: nn.Module = extract_model_from_parallel(module, keep_torch_compile=False)
-    return inside
+    inside: Any = extract_model_from_parallel(module, keep_torch_compile=False)
+    return inside.get_base_model() if hasattr(inside, "get_base_model") else inside
 
 
 def arguments_of(transformer: nn.Module, batch: NoisedBatch) -> dict[str, Any]:

@@ -163,13 +163,8 @@ def key_weights(mask: torch.Tensor) -> torch.Tensor:
 
 
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
-    """Return query, key and value, (B, N, H, D), by ``to_q``, ``to_k``, ``to_v`` or ``to_qkv``, and normed."""
-    if _is_fused(attn):
-        fused = attn.to_qkv(hidden_states)
-        of_keys = (fused.shape[-1] - int(attn.inner_dim)) // 2  # fewer than the queries' where heads share them
-        projected = fused.split([int(attn.inner_dim), of_keys, of_keys], dim=-1)
-    else:
-        projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+    """Return query, key and value, (B, N, H, D), by ``to_q``, ``to_k`` and ``to_v``, and normed."""
+    projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
     head_dim = int(attn.inner_dim) // int(attn.heads)  # the heads may be those of one process
 
     def in_heads(x: torch.Tensor, norm: Any = None) -> torch.Tensor:
@@ -185,13 +180,6 @@ def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:
     if shared > 1:
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
     return in_heads(query, getattr(attn, "norm_q", None)), key, value
-
-
-def _is_fused(attn: Any) -> bool:
-    """Whether the projections are fused; some classes of diffusers have no such flag."""
-    if not hasattr(attn, "unfuse_projections"):  # and keeps fused weights, and says so, when it is unfused
-        return getattr(attn.processor, "fused", None) is not None
-    return bool(getattr(attn, "fused_projections", False))
 
 
 def _usual_processor(attn: Any, path: str = "") -> Any:

@@ -12,17 +12,16 @@ from .finding import (
     require_patched,
 )
 from .layer import MHLALayer
-from .patch import apply_mhla, change_mhla, register_mixing_clip, remove_mhla, set_attn_processor
+from .patch import apply_mhla, change_mhla, register_mixing_clip, remove_mhla
 from .patched import Patched
 from .processor import MHLAProcessor
-from .saving import PATCH_FILE, Weights, load_mhla, read_record, save_mhla
+from .saving import PATCH_FILE, load_mhla, read_record, save_mhla
 
 __all__ = [
     "MHLALayer",
     "MHLAProcessor",
     "PATCH_FILE",
     "Patched",
-    "Weights",
     "apply_mhla",
     "change_mhla",
     "describe",
@@ -39,5 +38,4 @@ __all__ = [
     "require_layers",
     "require_patched",
     "save_mhla",
-    "set_attn_processor",
 ]

@@ -12,12 +12,11 @@ from ..attention.layout import block_count, block_sizes, check_grid
 from ..config import USUAL_STEPS, CausalConfig, LinearConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import scaled, text_table, times
-from ..settings import PositiveInteger, check_value
 from .finding import find_patched, find_transformers
-from .layer import layer_of
 from .patched import NOT_SEEN, Patched
 from .processor import MHLAProcessor
 from .residual import residual_bytes
+from .weights import inactive_lora
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,6 @@ class Description(list[LayerDescription]):
             *dict.fromkeys(dense_in_words(one.config) for one in patched if one.config and one.config.has_dense_steps),
             *self._residuals(),
             *self.notes,
-            *self._costs(),
             f"{len(patched)} of {len(self)} self-attentions replaced, {added:,} extra parameters{end}",
         ]
         return "\n".join(lines)
@@ -130,22 +128,6 @@ class Description(list[LayerDescription]):
         one, both = (scaled(count * held, 1024, "B") for count in (1, 2))
         said = f"residuals of these take {one} per sample, {both} with both branches of the guidance"
         return [said] if held else []
-
-    def _costs(self) -> list[str]:
-        grids, sizes = {layer.grid for layer in self}, [layer.sizes for layer in self if layer.sizes is not None]
-        grid = next(iter(grids))
-        if len(grids) > 1 or grid is None or len(sizes) < len(self):
-            return []
-        flops, softmax, listed, pairs = (
-            sum(getattr(one, name) for one in sizes) for name in ("flops", "softmax_flops", "listed_pairs", "pairs")
-        )
-        extra = max(one.extra for one in sizes)
-        others = f" and {extra} extra ones" if extra else ""
-        of_pairs = f", softmax over {listed / pairs:.1%} of all pairs" if listed else ""
-        return [
-            f"attention of {math.prod(grid):,} tokens{others}: {scaled(flops, 1000, 'FLOP')} (softmax "
-            f"{scaled(softmax, 1000, 'FLOP')}){of_pairs}"
-        ]
 
 
 def steps_in_words(indices: Sequence[int], count: int) -> str:
@@ -173,7 +155,7 @@ def applied_in_words(patched: Patched, pipe: Any) -> str:
     config, family = patched.config, patched.family
     assert isinstance(config, SparseConfig)
     words = f"{config.profile or config.attention}: {100 * config.density:g} % of block pairs; {dense_in_words(config)}"
-    if getattr(pipe, "vae", None) is None:
+    if getattr(pipe, "vae", None) is None or not family.knows_layers:
         return words
     try:
         grid = family.calling.grid(pipe, patched.transformer, family.default_clip)
@@ -184,11 +166,8 @@ def applied_in_words(patched: Patched, pipe: Any) -> str:
     (height, width), frames = family.default_clip.sizes[0], family.default_clip.frames
     size = f"{height}x{width}" + (f"x{frames}" if family.makes_videos else "")
     words += f"; at {size} at most {config.call_speedup(plain, left, USUAL_STEPS):.1f}x"
-    if config.correct and config.has_dense_steps:
-        sizes = [sizes_of(patched.attentions[name], family, None, grid, family.extra_tokens) for name in patched.chosen]
-        held = sum(residual_bytes(one.tokens + one.extra, one.heads * one.head_dim) for one in sizes)
-        words += f", {scaled(2 * held, 1024, 'B')} for corrections with guidance"
-    return words
+    held = sum(_describe_layer(name, attn, patched, grid).residual_bytes for name, attn in patched.attentions.items())
+    return words + (f", {scaled(2 * held, 1024, 'B')} for corrections with guidance" if held else "")
 
 
 def describe(
@@ -199,7 +178,7 @@ def describe(
     width: int | None = None,
     num_frames: int | None = None,
 ) -> Description:
-    """Describe what is replaced and what is kept, layer by layer, and what attention costs beside softmax's.
+    """Describe what is replaced and what is kept, layer by layer.
 
     Args:
         model: a pipeline or a transformer, patched or not.
@@ -232,9 +211,10 @@ def describe(
     for component, transformer in transformers.items():
         prefix = f"{component}." if len(transformers) > 1 else ""
         patched = handles.get(component) or Patched(transformer, SparseConfig(), get_family(transformer))
-        layers.notes += tuple(filter(None, (str(patched.tally), patched.error_words(), patched.inactive_lora())))
+        lora = "" if patched.lora is None else inactive_lora(transformer, patched.lora)
+        layers.notes += tuple(filter(None, (str(patched.tally), patched.error_words(), lora)))
         for name, attn in patched.attentions.items():
-            layers.append(_describe_layer(prefix + name, attn, patched, grids[component]))
+            layers.append(_describe_layer(name, attn, patched, grids[component], prefix))
     return layers
 
 
@@ -246,11 +226,13 @@ def _describe_by_grid(patched: Patched) -> str:
     return f"{type(patched.transformer).__name__}: {config.summary(config.density)}\n{latest}"
 
 
-def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, ...] | None) -> LayerDescription:
-    layer, family = layer_of(attn), patched.family
+def _describe_layer(
+    name: str, attn: Any, patched: Patched, wanted: tuple[int, ...] | None, prefix: str = ""
+) -> LayerDescription:
+    layer, family = getattr(attn, "mhla", None), patched.family
     processor: Any = getattr(attn, "processor", None)
-    is_patched = patched.name_of(attn) in patched.chosen
-    running = is_patched and not patched.is_off and (patched.is_sparse or isinstance(processor, MHLAProcessor))
+    is_patched = name in patched.chosen
+    running = is_patched and not patched.is_off and (layer is None or isinstance(processor, MHLAProcessor))
     kind = type(processor if processor is not None else attn).__name__
     grid = wanted or getattr(processor, "grid", None) or patched.latest_grid
     config: PatchConfig | None = patched.config if is_patched else None
@@ -266,7 +248,7 @@ def _describe_layer(name: str, attn: Any, patched: Patched, wanted: tuple[int, .
         density = own.listed_pairs / own.pairs
     elif isinstance(config, SparseConfig):
         density = config.density if grid is None else config.rule_on(grid).listed_on(grid)
-    return LayerDescription(name, kind, config, running, grid, sizes, extra, density)
+    return LayerDescription(prefix + name, kind, config, running, grid, sizes, extra, density)
 
 
 def forward_flops(
@@ -302,8 +284,6 @@ def grids_of_size(
     pipe: Any, height: int | None, width: int | None, num_frames: int | None
 ) -> Mapping[str, tuple[int, ...]]:
     """Return the token grid at a size in pixels by component name, of a pipeline; ValueError for a size without one."""
-    for side, value in (("height", height), ("width", width), ("num_frames", num_frames)):
-        check_value(side, value, PositiveInteger | None)
     transformers = find_transformers(pipe)
     if isinstance(pipe, nn.Module):
         raise ValueError(

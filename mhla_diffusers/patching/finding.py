@@ -25,35 +25,17 @@ def components_of(model: Any) -> dict[str, nn.Module]:
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
     """Find supported transformers by component name, a model itself as ``transformer``; ValueError without one."""
-    refuse_wrapped(model)
     components = components_of(model)
     found = {name: module for name, module in components.items() if find_family(module) is not None}
     if found:
         return found
     for name, module in components.items():
-        if ATTRIBUTE in vars(module):
-            raise ValueError(
-                f"{type(module).__name__} is patched without a family, so there is nothing to save or load. "
-                "To restore the patch, call apply_mhla(model, grid=…) with the same arguments."
-            )
         if name.startswith("transformer"):
             get_family(module)  # raises what is unsupported about it
     raise ValueError(
         f"{type(model).__name__} has no transformer that MHLA supports (components: "
         f"{', '.join(components) or 'none'}). Pass a model or pipeline listed in docs/models.md."
     )
-
-
-def refuse_wrapped(model: Any) -> None:
-    """Raise ValueError, with the way to what is inside, for a class or PEFT's wrapper."""
-    for name, module in components_of(model).items():
-        # PEFT's PeftModel would go on with a patched model inside, but is saved and called in its own ways
-        take_out: Any = getattr(module, "get_base_model", None)
-        if callable(take_out) and find_family(take_out()) is not None:
-            raise ValueError(
-                f"The {name} is wrapped in PEFT's {type(module).__name__}. Pass the inner model, which keeps the "
-                f"adapters: {name}.get_base_model(), in a pipeline pipe.{name} = pipe.{name}.get_base_model()."
-            )
 
 
 def find_patched(model: Any) -> dict[str, Patched]:
@@ -68,16 +50,14 @@ def _handle_of(transformer: Any) -> Patched | None:
         return held
     if (family := find_family(transformer)) is None:
         return None
-    patched = {}
-    for name, attn in family.self_attentions(transformer).items():  # diffusers' own form leaves no handle
-        if hasattr(attn, "mhla") or (isinstance(attn.processor, MHLAProcessor) and not attn.processor.is_blank):
-            patched[name] = attn
-    if not patched:
+    attentions = family.self_attentions(transformer).items()  # diffusers' own form leaves no handle
+    chosen = {x: attn for x, attn in attentions if hasattr(attn, "mhla") or isinstance(attn.processor, MHLAProcessor)}
+    if not chosen:
         return None
-    processor = next(iter(patched.values())).processor
-    config = next((attn.mhla.config for attn in patched.values() if hasattr(attn, "mhla")), None)
-    made = Patched(transformer, config or processor.config, family, backend=getattr(processor, "backend", "auto"))
-    made.chosen = tuple(patched)
+    first = next(iter(chosen.values()))
+    config = (first.mhla if hasattr(first, "mhla") else first.processor).config
+    made = Patched(transformer, config, family, backend=getattr(first.processor, "backend", "auto"))
+    made.chosen = tuple(chosen)
     return made
 
 
@@ -109,11 +89,9 @@ def require_layers(model: Any) -> dict[str, MHLALayer]:
     layers = mhla_layers(model)
     if not layers:
         (patched, *_) = require_patched(model).values()
-        if patched.is_sparse:
-            raise ValueError(f"The model runs {patched.config.attention}, which has no layers with weights of its own.")
         raise ValueError(
-            "The model has no MHLA weights yet: diffusers' own set_attn_processor makes them at the first forward. "
-            "Run one, or use mhla_diffusers.set_attn_processor(transformer, processor)."
+            f"The model runs {patched.config.attention} without weights of MHLA: sparse attention has none, and "
+            "diffusers' own set_attn_processor makes them at the first forward."
         )
     return layers
 

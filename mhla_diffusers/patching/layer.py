@@ -156,34 +156,12 @@ SETTINGS_OF_PARAMETERS = ("blocks", "causal", "own", "block_length", "mixing_per
 """Settings on which the parameters of a layer depend."""
 
 
-def attentions_of(transformer: nn.Module) -> dict[str, Any]:
-    """Name and module of every attention, cross-attention included."""
-    return {name: module for name, module in transformer.named_modules() if hasattr(module, "set_processor")}
-
-
-def layer_of(attn: Any) -> MHLALayer | None:
-    """Return the layer that an attention uses; PEFT's ``modules_to_save`` wraps it together with copies."""
-    module: Any = getattr(attn, "mhla", None)
-    if module is None or isinstance(module, MHLALayer):
-        return module
-    active = () if module.disable_adapters else module.active_adapters
-    copies = (module.modules_to_save[name] for name in active if name in module.modules_to_save)
-    layer: MHLALayer = next(copies, module.original_module)
-    return layer
-
-
 def make_layer(attn: Any, config: LinearConfig, family: Family | None) -> MHLALayer:
     """Make a fresh layer that fits an attention of a family, or of an unknown one (None), on its device.
 
     Mixing matrix and λ are float32; gate, norm and convolution take the type that the attention computes in. ValueError
-    for offloaded weights, or a norm that MHLA does not run.
+    for offloaded weights.
     """
-    for norm in ("group_norm", "spatial_norm"):
-        if getattr(attn, norm, None) is not None:
-            raise ValueError(
-                f"This {type(attn).__name__} has a {norm}, which MHLA does not support; leave the layer unpatched "
-                "with layers=[...]."
-            )
     adapter = family.mhla if family is not None and family.mhla is not None else AttentionAdapter()
     projection, heads, head_dim = attn.to_q, int(attn.heads), int(attn.inner_dim) // int(attn.heads)
     if hasattr(projection, "_hf_hook") and any(weight.is_meta for weight in attn.parameters()):

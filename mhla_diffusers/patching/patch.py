@@ -30,14 +30,13 @@ from .finding import (
     find_patched,
     find_transformers,
     is_patched,
-    refuse_wrapped,
     require_layers,
     require_patched,
 )
-from .layer import OFFLOADED, SETTINGS_OF_PARAMETERS, MHLALayer, attentions_of, layer_of, make_layer
+from .layer import OFFLOADED, SETTINGS_OF_PARAMETERS, MHLALayer, make_layer
 from .patched import Patched
-from .processor import MHLAProcessor, holds_weights, is_fused, replaced_processor
-from .weights import base_weights, check_writable, group_offloading, has_lora, remove_lora
+from .processor import MHLAProcessor
+from .weights import base_weights, check_writable, group_offloading, has_lora, refuse_fused, remove_lora
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def apply_mhla(
     plans = [plan_patch(one, config, family, model, backend) for one, family, config in configs]
     try:
         for patched, layers in plans:
-            attach(patched, layers)
+            patched.attach(layers)
     except BaseException:  # no memory, or interrupted
         for patched, _ in plans:
             detach(patched)
@@ -106,9 +105,8 @@ def _chosen_families(model: Any, grid: Grid | None, extra: Extras) -> list[tuple
     if not modules:
         raise ValueError(f"{type(model).__name__} is neither a model nor a pipeline with a transformer or a unet.")
     for module in modules:
-        if why_refused(type(module)) is not None:
-            get_family(module)  # raises the reason
-        if (family := find_family(module)) is not None:
+        if find_family(module) is not None or why_refused(type(module)) is not None:
+            family = get_family(module)  # raises why, if it cannot be patched
             raise ValueError(
                 f"{type(module).__name__} belongs to the family {family.name!r}, which reads the token grid of every "
                 "call; leave grid and extra out."
@@ -137,8 +135,6 @@ def _log_patch(patched: Patched, model: Any) -> None:
     if all(parameter.is_meta for parameter in patched.transformer.parameters()):
         return
     config, kind, family = patched.config, type(patched.transformer).__name__, patched.family
-    if not family.knows_layers:
-        return logger.info("%s in the attentions over the grid of %s", config.attention, kind)
     if isinstance(config, SparseConfig):
         return logger.info("%s; quality not measured: mhla tune", applied_in_words(patched, model))
     runs = f"{config.attention} in {len(patched.chosen)} of the {len(patched.attentions)} self-attentions of {kind}"
@@ -170,33 +166,6 @@ def plan_patch(
     return patched, {name: make_layer(attn, config, family) for name, attn in chosen.items()}
 
 
-def attach(patched: Patched, layers: Layers) -> None:
-    """Carry out a plan."""
-    if layers:
-        processor = MHLAProcessor(patched.config, backend=patched.backend)
-        processor.fused = next(filter(is_fused, (patched.attentions[name].processor for name in layers)), None)
-        for name, layer in layers.items():
-            attn = patched.attentions[name]
-            before, original = attn.processor, layer.original_processor
-            if not isinstance(before, MHLAProcessor) and (original is None or is_fused(original)):
-                layer.original_processor = before
-            processor._parallel_config = processor._parallel_config or getattr(before, "_parallel_config", None)
-            attn.mhla = layer
-            attn.set_processor(processor)
-    patched.attach()
-
-
-def set_attn_processor(transformer: nn.Module, processor: MHLAProcessor) -> None:
-    """Do what diffusers' ``set_attn_processor`` does with a :class:`MHLAProcessor`, also for DiT, which has none."""
-    refuse_wrapped(transformer)
-    if not isinstance(processor, MHLAProcessor):
-        raise ValueError(
-            f"processor={processor!r} must be an MHLAProcessor(...); call set_processor() of every attention for "
-            "others."
-        )
-    attach(*plan_patch(transformer, processor.config, get_family(transformer), None, processor.backend))
-
-
 def remove_mhla(model: Model) -> Model:
     """Undo :func:`apply_mhla` and :func:`load_mhla`: the model is as before, bit for bit. Return it.
 
@@ -208,16 +177,10 @@ def remove_mhla(model: Model) -> Model:
     """
     handles = find_patched(model).values()
     if not handles:
-        refuse_wrapped(model)
         logger.warning("%s is not patched; nothing was removed.", type(model).__name__)
     for patched in handles:
-        for name, part in patched.transformer.named_modules():
-            if patched.lora in (getattr(part, "merged_adapters", None) or ()):
-                raise ValueError(
-                    f"The patch's LoRA {patched.lora!r} is fused with the weights of {name}; call unfuse_lora() before "
-                    "remove_mhla()."
-                )
-        check_writable(patched.transformer, patched.replaced_weights, "remove the patch")
+        lora = () if patched.lora is None else (patched.lora,)
+        check_writable(patched.transformer, {*patched.replaced_weights, *lora}, "remove the patch")
     for patched in handles:
         detach(patched)
     return model
@@ -235,23 +198,21 @@ def detach(patched: Patched) -> None:
             patched.lora,
         )
     if patched.replaced_weights:
-        places = base_weights(patched.transformer)
+        weights = base_weights(patched.transformer)
         for name, tensor in patched.replaced_weights.items():
-            for place in places[name]:
-                place.copy_(tensor)
+            weights[name].copy_(tensor)
     patched.lora, patched.replaced_weights = None, {}
-    fused_from = getattr(patched.transformer, "original_attn_processors", None) or {}
-    for name, attn in attentions_of(patched.transformer).items():
-        if isinstance(fused_from.get(f"{name}.processor"), MHLAProcessor):  # which unfusing would put back
-            fused_from[f"{name}.processor"] = getattr(layer_of(attn), "original_processor", None)
-        _take_out(patched, attn)
+    for module in patched.transformer.modules():
+        if hasattr(module, "set_processor"):  # also a cross-attention, in diffusers' own form
+            _take_out(patched, module)
     patched.detach()
 
 
 def _take_out(patched: Patched, attn: Any) -> None:
     """Restore an attention's processor from before MHLA, or make a fresh one if none was recorded."""
-    processor, original = attn.processor, replaced_processor(attn)
+    processor = attn.processor
     if isinstance(processor, MHLAProcessor):
+        original = getattr(getattr(attn, "mhla", None), "original_processor", None)
         if original is None:
             mhla: Any = patched.family.mhla
             is_self = any(attn is own for own in patched.attentions.values())
@@ -283,7 +244,7 @@ def change_mhla(model: Model, *, backend: str | None = None, **settings: Any) ->
         for layer in layers.values():
             assert isinstance(new.config, LinearConfig)
             layer.config = new.config
-        attach(new, layers)
+        new.attach(layers)
     return model
 
 
@@ -300,8 +261,6 @@ def _plan_change(
     new.chosen = tuple(chosen)
     if not isinstance(config, LinearConfig):
         return new, {}
-    if any(not isinstance(getattr(attn, "mhla", None), MHLALayer | None) for attn in patched.attentions.values()):
-        raise ValueError("An adapter has copies of the MHLA layers (modules_to_save); merge or unload it first.")
     for name in SETTINGS_OF_PARAMETERS:
         check(
             getattr(old, name, None) == getattr(config, name, None),
@@ -350,6 +309,7 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
         check_denominator(config.feature_map, config.eps, config.normalize, False, causal)
         if group_offloading(patched.transformer):
             raise ValueError(OFFLOADED)
+        refuse_fused(patched.transformer, "run MHLA")
     elif family.computes != "softmax":
         raise ValueError(
             f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
@@ -366,14 +326,7 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
             f"layers={config.layers!r}, dense_layers={dense} leaves none of the {len(found)} layers to patch; choose "
             "other layers or fewer dense ones."
         )
-    chosen = dict(found[index] for index in indices)
-    for name, attn in chosen.items() if isinstance(config, LinearConfig) else ():
-        if holds_weights(attn.processor):
-            raise ValueError(
-                f"{name} runs {type(attn.processor).__name__}, which has its own weights, as IP-Adapters do. Unload "
-                "the adapter first, for example with pipe.unload_ip_adapter()."
-            )
-    return chosen
+    return dict(found[index] for index in indices)
 
 
 def patched_layers(config: PatchConfig, count: int) -> list[int]:

@@ -11,16 +11,15 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from ..attention.call import ContentRule
 from ..attention.layout import Shape
-from ..config import PatchConfig, SparseConfig
+from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Counts, Family, named_arguments
 from .call import Call, CarryingCheckpoint, LayerHook, Log, Tally, Watch, held, within
-from .layer import MHLALayer, layer_of
-from .processor import MHLAProcessor, is_fused
+from .layer import MHLALayer
+from .processor import MHLAProcessor
 from .route import BACKEND, Mode, is_checkpointed, register_backend
 from .steps import Pipeline
-from .weights import has_lora, runs_lora
+from .weights import inactive_lora
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ class Patched:
         self.replaced_weights: dict[str, torch.Tensor] = {}
         """Weights of the model that the patch replaced, as they were, on the CPU."""
         self.lora: str | None = None
-        self._rules: dict[Shape, ContentRule] = {}
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
 
@@ -68,11 +66,6 @@ class Patched:
         """Take the state of a copied or pickled model."""
         vars(self).update(state)
         register_backend()
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it runs sparse attention."""
-        return isinstance(self.config, SparseConfig)
 
     @property
     def is_attached(self) -> bool:
@@ -87,12 +80,21 @@ class Patched:
     @property
     def layers(self) -> dict[str, MHLALayer]:
         """Name of every self-attention that MHLA has a layer in, with the layer; empty for sparse attention."""
-        found = ((name, layer_of(attn)) for name, attn in self.attentions.items())
-        return {name: layer for name, layer in found if layer is not None}
+        return {name: attn.mhla for name, attn in self.attentions.items() if hasattr(attn, "mhla")}
 
-    def attach(self) -> None:
-        """Put the hooks into the model."""
-        if self.is_sparse:
+    def attach(self, layers: Mapping[str, MHLALayer]) -> None:
+        """Put hooks into the model, and the layers of MHLA with their processor."""
+        if isinstance(self.config, LinearConfig):
+            processor = MHLAProcessor(self.config, backend=self.backend)
+            for name, layer in layers.items():
+                attn = self.attentions[name]
+                before = attn.processor
+                if layer.original_processor is None and not isinstance(before, MHLAProcessor):
+                    layer.original_processor = before
+                processor._parallel_config = processor._parallel_config or getattr(before, "_parallel_config", None)
+                attn.mhla = layer
+                attn.set_processor(processor)
+        else:
             register_backend()
             for number, (name, attn) in enumerate(self.attentions.items()):
                 if name in self.chosen:
@@ -142,7 +144,7 @@ class Patched:
         call = self._entered(grid, extra, outer)
         state.call = call
         state.call = self._in_step(call, named)
-        if self.lora is not None and (why := self.inactive_lora()) is not None:
+        if self.lora is not None and (why := inactive_lora(model, self.lora)):
             self.log.once(logging.WARNING, why)
 
     @_disable_dynamo
@@ -173,11 +175,10 @@ class Patched:
         call = Call(self, grid, extra, family.rows_alike, family.pads_behind_grid, tally=self.tally, watch=self._watch)
         call = call._replace(outer=outer)
         if not isinstance(config, SparseConfig):
-            self._keep_processors()
+            self._warn_of_processors()
             parallel = getattr(getattr(self.transformer, "_parallel_config", None), "context_parallel_config", None)
             return call if parallel is None else call._replace(split=parallel._flattened_mesh.get_group())
-        rule = self._rules.get(grid) or self._rules.setdefault(grid, config.rule_on(grid))
-        call = call._replace(rule=rule)
+        call = call._replace(rule=config.rule_on(grid))
         if not family.knows_layers:
             state = held()
             state.layer, state.part, state.over_grid = _FIRST, 0, 0
@@ -192,14 +193,14 @@ class Patched:
                 setattr(processor, LayerHook.CHOSEN_BACKEND, chosen)
                 setattr(processor, _BACKEND, BACKEND)
         if call.mode is not None:
-            call.mode.enter()
+            call.mode.__enter__()
         return call
 
     def _leave(self, call: Call) -> None:
         if not self.family.knows_layers:
             held().layer = None
         if call.mode is not None:
-            call.mode.leave()
+            call.mode.__exit__(None, None, None)
 
     def _in_step(self, call: Call, named: Mapping[str, Any]) -> Call:
         """Return the call with its step and its branch's residuals; neither while gradients are enabled."""
@@ -219,15 +220,8 @@ class Patched:
         run, step, timesteps = sampling
         tally = run.tallies.get(id(self))
         if tally is None:
-            dense = len(config.dense_steps(step.count))
-            if dense == step.count:
-                self.log.once(
-                    logging.WARNING,
-                    f"Every step of this call ({step.count}) is dense by {config.dense_words}, so the patch does not "
-                    "run. Lower these settings, or remove the patch.",
-                )
             tally = run.tallies[id(self)] = self.tally
-            weakref.finalize(run, self._log_end, tally, dense)
+            weakref.finalize(run, self._log_end, tally, len(config.dense_steps(step.count)))
         self.tally = tally
         call = call._replace(step=step, is_dense=config.is_dense(step), run=run, tally=tally)
         if not (isinstance(config, SparseConfig) and config.correct and config.has_dense_steps):
@@ -239,20 +233,13 @@ class Patched:
         return call._replace(branches=(branch,), records_residual=records)
 
     def _log_end(self, tally: Tally, dense_steps: int) -> None:
-        """Log what a finished call has counted and measured; warn if the error of its attentions is large."""
+        """Log what a finished call has counted and measured, as a warning if the error of its attentions is large."""
         self.log.summary(tally)
         if not tally.errors:
             return
-        logger.info("corrected from %d dense step%s; %s", dense_steps, "s"[: dense_steps != 1], self.error_words(tally))
         median = float(torch.stack(list(tally.errors.values()))[:, 1].float().median())
-        if median > FAR_OFF:
-            logger.warning(
-                "The attentions of %s have a median error of %.0f %% at dense steps. Raise density above %s, or let "
-                "mhla tune find settings.",
-                type(self.transformer).__name__,
-                100 * median,
-                getattr(self.config, "density", "that of the patch"),
-            )
+        level = logging.WARNING if median > FAR_OFF else logging.INFO
+        logger.log(level, "corrected from dense steps (%d); %s", dense_steps, self.error_words(tally))
 
     # What attentions do while a patch is measured
 
@@ -281,10 +268,6 @@ class Patched:
         """Return the name of the self-attention of a place, (layer, which of its calls of attention)."""
         return list(self.attentions)[place[0]] if self.attentions else f"attention {place[1]}"
 
-    def name_of(self, attn: Any) -> str:
-        """Return the name of a self-attention."""
-        return next(name for name, one in self.attentions.items() if one is attn)
-
     def error_words(self, tally: Tally | None = None) -> str:
         """Say how far a call's attentions were from full attention at its latest dense step; empty before one."""
         errors = (self.tally if tally is None else tally).errors
@@ -296,41 +279,16 @@ class Patched:
             f"({self.name_at(list(errors)[int(after.argmax())])}); {before.median():.0%} before correction"
         )
 
-    # Which processors run MHLA, and which LoRA
-
-    def _keep_processors(self) -> None:
-        """Bring back MHLA where diffusers has put a blank processor or one of fused projections; warn of others."""
-        foreign, own = {}, MHLAProcessor(self.config, backend=self.backend)
-        for name in self.layers:
-            attn = self.attentions[name]
-            processor = attn.processor
-            if is_fused(processor):
-                own.fused, attn.processor = processor, own
-            elif not isinstance(processor, MHLAProcessor):
-                foreign[name] = type(processor).__name__
-            elif processor.is_blank:
-                attn.processor = own
+    def _warn_of_processors(self) -> None:
+        """Warn once where something has set other processors since."""
+        found = {name: self.attentions[name].processor for name in self.layers}
+        foreign = [name for name, processor in found.items() if not isinstance(processor, MHLAProcessor)]
         if foreign:
-            name, kind = next(iter(foreign.items()))
             self.log.once(
                 logging.WARNING,
-                f"{len(foreign)} patched layers do not run MHLA, for example {name}, which runs {kind}: something has "
-                "set their processors since. change_mhla(model) brings MHLA back, remove_mhla(model) takes it away.",
+                f"{len(foreign)} patched layers do not run MHLA, for example {foreign[0]}, which runs "
+                f"{type(found[foreign[0]]).__name__}. change_mhla(model) brings MHLA back, or call remove_mhla(model).",
             )
-
-    def inactive_lora(self) -> str | None:
-        """Return why the patch's LoRA does not run, and what to do; None if it does, or there is none."""
-        if self.lora is None or runs_lora(self.transformer, self.lora):
-            return None
-        if not has_lora(self.transformer, self.lora):
-            return (
-                f"The patch's LoRA {self.lora!r} was unloaded, and the patch was made with it. Call remove_mhla() and "
-                "load_mhla() again, and unload other adapters with delete_adapters()."
-            )
-        return (
-            f"The patch's LoRA {self.lora!r} is not active, and the patch was made with it. Name it beside others: "
-            f"transformer.set_adapters([{self.lora!r}, ...])."
-        )
 
 
 def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:
@@ -343,8 +301,10 @@ def _conditions(named: Mapping[str, Any]) -> torch.Tensor | None:
 
 def _restore_backend(processor: Any) -> None:
     chosen = vars(processor).pop(LayerHook.CHOSEN_BACKEND)
-    if vars(processor).pop(_BACKEND, BACKEND) != BACKEND or chosen != getattr(type(processor), _BACKEND, None):
-        setattr(processor, _BACKEND, chosen)
+    if getattr(processor, _BACKEND) == BACKEND:  # else the user has chosen another one since
+        delattr(processor, _BACKEND)
+        if chosen != getattr(type(processor), _BACKEND, None):
+            setattr(processor, _BACKEND, chosen)
 
 
 def rerun_blocks(transformer: nn.Module) -> None:

@@ -16,12 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import (  # type: ignore[attr-defined]
-    TorchFunctionMode,
-    _len_torch_function_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode
 
 from ..attention import SparseCall, reference_attention, run
 from ..attention.layout import Extra
@@ -137,7 +132,10 @@ def attend(
         output = (corrected[0] if len(corrected) == 1 else torch.cat(corrected)).view(output.shape)
     if call.watch is not None:
         exact_of = partial(request.exact, query, key, value)
-        reference = partial(_reference, query, key, value, call, fit, request)
+
+        def reference() -> torch.Tensor:
+            return sparse(query.double(), key.double(), value.double(), call, fit, request, reference_attention)
+
         shown = query, key, value, call.grid, fit.extra, fit.key_mask
         output = call.watch(Seen(call.patch.name_at(place), *shown, exact_of, reference, output))
     return output
@@ -175,7 +173,13 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
 
 
 def sparse(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit, request: Request
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Call,
+    fit: Fit,
+    request: Request,
+    compute: Callable[[SparseCall], torch.Tensor] = run,
 ) -> torch.Tensor:
     """Return sparse attention, (B, N, H, D); (B, product of the grid, H, D) where extra tokens have keys alone."""
     tokens, (before, after), given, lower = query.shape[1], fit.extra, (query, key, value), autocast_type(query)
@@ -192,7 +196,7 @@ def sparse(
     config = call.patch.config
     rule = config.rule_on(call.grid) if call.rule is None else call.rule
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
-    output = run(SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
+    output = compute(SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
     if is_grid_alone:
         return output[:, before : before + tokens]
     return _with_own_rows(output, *given, fit, request) if fit.differs else output
@@ -212,17 +216,6 @@ def _with_own_rows(
     mask = mask.to(query.dtype) if mask.is_floating_point() else mask
     exact = request._replace(mask=mask).exact(outside(query, 1), key, value)
     return torch.cat([exact[:, :before], output[:, before:end], exact[:, before:]], dim=1)
-
-
-def _reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, fit: Fit, request: Request
-) -> torch.Tensor:
-    config = call.patch.config
-    tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
-    rule = config.rule_on(call.grid)
-    output = reference_attention(SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
-    doubles = query.double(), key.double(), value.double()
-    return _with_own_rows(output, *doubles, fit, request) if fit.differs else output
 
 
 # torch.compile calls this as it is: which step it is and what was measured stays out of its graphs
@@ -347,21 +340,6 @@ class Mode(TorchFunctionMode):
         if "torch._dynamo" in sys.modules:
             # a graph of this function by itself would be taken for other functions of PyTorch, with wrong results
             torch._dynamo.eval_frame.skip_code(Mode.__torch_function__.__code__)
-
-    def enter(self) -> None:
-        """Put this mode on the thread's stack."""
-        _push_mode(self)
-
-    def leave(self) -> None:
-        """Take this mode off the thread's stack, even if an interrupt left others above it."""
-        above: list[TorchFunctionMode] = []
-        while _len_torch_function_stack():
-            top = _pop_mode()
-            if top is self:
-                break
-            above.append(top)
-        for mode in reversed(above):
-            _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         state = held()

@@ -6,13 +6,12 @@ among the metadata. It is written aside and renamed, so that a kill in the middl
 
 import json
 import logging
-import shlex
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -26,7 +25,7 @@ from ..families import get_family
 from ..files import write_tensors
 from ..settings import Settings, settings
 from .finding import find_transformers, is_patched, require_layers, require_patched
-from .patch import Layers, attach, detach, plan_patch
+from .patch import Layers, detach, plan_patch
 from .patched import Patched
 from .weights import (
     LORA,
@@ -34,6 +33,7 @@ from .weights import (
     check_plain,
     check_writable,
     has_lora,
+    inactive_lora,
     load_lora,
     lora_weights,
     refuse_weights_on_disk,
@@ -44,11 +44,9 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model")
 Weights = Literal["mhla", "changed", "all"]
-"""What a saved patch holds: MHLA's own tensors, these and every tensor that differs from the base, or everything."""
+"""What a saved patch holds: MHLA's own tensors, these and some of the model's, or everything."""
 PATCH_FILE = "mhla.safetensors"
 RECORD = "mhla"
-FORMAT_VERSION = 5
-_PEFT_MARKS = ("lora_", ".base_layer.", ".modules_to_save.")
 
 
 @settings()
@@ -68,7 +66,7 @@ class TransformerRecord(Settings):
 class PatchRecord(Settings):
     """What a saved patch says of itself."""
 
-    format_version: int
+    format_version: Literal[5]
     base_model: str
     """Hub id, or the name of a local folder; empty where it is unknown."""
     diffusers_version: str
@@ -84,8 +82,7 @@ def save_mhla(
     model: Any,
     folder: str | Path,
     *,
-    weights: Weights = "mhla",
-    base: Any = None,
+    weights: Literal["mhla", "all"] | Collection[str] = "mhla",
     base_model: str | None = None,
 ) -> Path:
     """Save the patch of a pipeline or transformer, and return the folder.
@@ -93,112 +90,55 @@ def save_mhla(
     Args:
         model: patched pipeline or transformer; of a pipeline the transformers that are patched are saved.
         folder: is made if it is missing; its ``mhla.safetensors`` is replaced in one step, other files stay.
-        weights: "mhla": MHLA's own tensors, and weights of the model that :func:`load_mhla` replaced, which makes it
-            "changed"; "changed": also every other tensor that differs from ``base``; "all": the whole transformer.
-        base: for "changed", the unpatched pipeline or transformer to compare with; None loads it from ``base_model``.
+        weights: "mhla": MHLA's own tensors, and weights of the model that :func:`load_mhla` replaced; a list of names:
+            these tensors of every transformer too, such as all that were trained; "all": the whole transformer.
         base_model: Hub id or path of the base; None for the one that the model was loaded from. A path is recorded by
             its last part alone.
 
     Raises:
-        ValueError: not patched, no base to compare with, LoRA adapters, offloaded or quantised weights, or NaN or
-            infinite values.
+        KeyError: a name that no tensor has.
+        ValueError: not patched, merged LoRA adapters, offloaded or quantised weights, or NaN or infinite values.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
-    check_choice("weights", weights, get_args(Weights))
-    if base is not None and weights != "changed":
-        raise ValueError(f"base needs weights='changed', got weights={weights!r}; change weights, or leave base out.")
+    if isinstance(weights, str):
+        check_choice("weights", weights, ("mhla", "all"))
     others = set(find_transformers(model))  # refuses a patch without a family
     handles = require_patched(model)
     if any(isinstance(patched.config, LinearConfig) for patched in handles.values()):
         require_layers(model)  # which diffusers' own form makes at the first forward
-    base_model = base_model or loaded_from(model, next(iter(handles.values())).transformer)
+    base_model = base_model or loaded_from(model)
     tensors: dict[str, torch.Tensor] = {}
     records = {}
     for name, patched in handles.items():
         if patched.lora is not None and not has_lora(patched.transformer, patched.lora):
-            logger.warning(
-                "The LoRA %r of the patch of the %s was unloaded, so the patch is saved without it. If it was fused, "
-                "save weights='changed' with base=the unpatched model; otherwise load the patch again first.",
-                patched.lora,
-                name,
-            )
-        chosen = _choose_tensors(name, patched, weights, base, base_model)
+            raise ValueError(inactive_lora(patched.transformer, patched.lora))
+        chosen = _choose_tensors(name, patched, weights)
         lora = {} if patched.lora is None else lora_weights(patched.transformer, patched.lora)
         for key, tensor in (chosen | lora).items():
             _check_finite(f"{name}.{key}", tensor)
             tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
-        family = patched.family
-        records[name] = TransformerRecord(
-            family.name,
-            type(patched.transformer).__name__,
-            len(patched.attentions),
-            *family.heads(next(iter(patched.attentions.values()))),
-            patched.config.to_dict(),
-            sorted(key for key in chosen if ".mhla." not in key) if weights != "all" else [],
-        )
-    if weights == "mhla" and any(one.base_weights for one in records.values()):
-        weights = "changed"
-    known = base_model_name(base_model), version("diffusers"), weights
-    record = PatchRecord(FORMAT_VERSION, *known, transformers=records, unpatched=sorted(others - set(handles)))
-    apart, seen = {}, set()
-    for name, tensor in tensors.items():  # safetensors writes no tensors that share memory, as tied embeddings do
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    write_tensors(apart, Path(folder, PATCH_FILE), {RECORD: json.dumps(record.to_dict())})
+        facts, base = _facts(patched.transformer), sorted(key for key in chosen if ".mhla." not in key)
+        records[name] = TransformerRecord(**facts, patch=patched.config.to_dict(), base_weights=base)
+    kind: Weights = "changed" if any(one.base_weights for one in records.values()) else "mhla"
+    known = base_model_name(base_model), version("diffusers"), "all" if weights == "all" else kind
+    record = PatchRecord(5, *known, transformers=records, unpatched=sorted(others - set(handles)))
+    write_tensors(tensors, Path(folder, PATCH_FILE), {RECORD: json.dumps(record.to_dict())})
     return Path(folder)
 
 
-def _choose_tensors(
-    name: str, patched: Patched, weights: Weights, base: Any, base_model: str
-) -> dict[str, torch.Tensor]:
+def _choose_tensors(name: str, patched: Patched, weights: str | Collection[str]) -> dict[str, torch.Tensor]:
     transformer = patched.transformer
     refuse_weights_on_disk(transformer, "save the patch")
-    # under plain names, also where PEFT's modules_to_save has put a copy of a layer beside it
     layers = patched.layers.items()
     own = {f"{path}.mhla.{key}": tensor for path, layer in layers for key, tensor in layer.state_dict().items()}
-    state = {
-        key: places[0]
-        for key, places in base_weights(transformer).items()
-        if weights != "mhla" or key in patched.replaced_weights
-    }
-    written = own if weights == "mhla" else transformer.state_dict()
-    added = [key for key in written if any(mark in key for mark in _PEFT_MARKS)]
-    if added:
-        raise ValueError(
-            f"{name} has LoRA adapters ({added[0]}, …), which weights={weights!r} cannot tell from the model. "
-            "Fuse and unload them first, or save weights='mhla' and the adapters with save_lora_weights()."
-        )
-    for key, tensor in (own | state).items():
+    copies = next((key for key in own if ".modules_to_save." in key), None)
+    check(copies is None, f"{name}.{copies} is an adapter's copy of an MHLA layer; merge or unload the adapter first.")
+    for key, tensor in own.items():
         check_plain(f"{name}.{key}", tensor, "save the patch")
-    if weights != "changed":
-        return own | state
-    reference = base_weights(_base_transformer(name, patched, base, base_model))
-    strange = [key for key, x in state.items() if key not in reference or reference[key][0].shape != x.shape]
-    if strange:
-        raise ValueError(f"The base does not fit: it has no {name}.{strange[0]} of shape {state[strange[0]].shape}.")
-    return own | {
-        key: tensor
-        for key, tensor in state.items()
-        if not torch.equal(tensor.cpu(), reference[key][0].to(device="cpu", dtype=tensor.dtype))
-    }
-
-
-def _base_transformer(name: str, patched: Patched, base: Any, base_model: str) -> nn.Module:
-    if base is not None:
-        found = find_transformers(base)
-        if name not in found or is_patched(base):
-            raise ValueError(f"base must be an unpatched model with a {name}; it has {', '.join(found)}.")
-        return found[name]
-    if not base_model:
-        raise ValueError(
-            "weights='changed' needs the base model, but this model does not record its origin; give base=the "
-            "unpatched model, or base_model=its Hub id."
-        )
-    kind = patched.family.transformer_class(type(patched.transformer).__name__)
-    is_pipeline = not Path(base_model, "config.json").is_file()
-    loaded: nn.Module = kind.from_pretrained(base_model, **({"subfolder": name} if is_pipeline else {}))
-    return loaded
+    base = base_weights(transformer)
+    names = base if weights == "all" else {*patched.replaced_weights, *(() if weights == "mhla" else weights)}
+    check_writable(transformer, names, "save the patch")
+    return own | {key: base[key] for key in names}
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -209,10 +149,18 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
         check(not count, f"{name} holds NaN or infinite values, {count} of {tensor.numel()}; the patch is unusable.")
 
 
-def loaded_from(model: Any, transformer: Any) -> str:
-    """Return the Hub id or path that a pipeline, or its transformer, was loaded from; empty if made in Python."""
-    source = transformer if isinstance(model, nn.Module) else model
-    return str(getattr(getattr(source, "config", None), "_name_or_path", "") or "")
+def _facts(transformer: nn.Module) -> dict[str, Any]:
+    """Return what a patch has to have in common with a transformer, as in :class:`TransformerRecord`."""
+    family = get_family(transformer)
+    attentions = list(family.self_attentions(transformer).values())
+    heads, head_dim = family.heads(attentions[0])
+    facts = {"transformer": type(transformer).__name__, "family": family.name, "layers": len(attentions)}
+    return {**facts, "heads": heads, "head_dim": head_dim}
+
+
+def loaded_from(model: Any) -> str:
+    """Return the Hub id or path that a pipeline or transformer was loaded from; empty if made in Python."""
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
 
 
 def base_model_name(source: str) -> str:
@@ -243,7 +191,6 @@ def load_mhla(
     *,
     blocks: tuple[int, ...] | None = None,
     backend: str = "auto",
-    revision: str | None = None,
 ) -> Model:
     """Apply a saved patch, load its weights, and return the model. If anything is refused it is unchanged.
 
@@ -256,20 +203,19 @@ def load_mhla(
         patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-mhla".
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
         backend: of MHLA.
-        revision: of a Hub repository; with it a folder here of the owner's name does not count.
 
     Raises:
         ValueError: wrong model, damaged or incomplete files, non-finite values, or a model that is patched already.
         FileNotFoundError: no patch there.
     """
-    folder = _find_folder(patch, revision)
+    folder = _find_folder(patch)
     record, tensors = read_record(folder), load_file(folder / PATCH_FILE)
     for name, tensor in tensors.items():
         _check_finite(f"{folder / PATCH_FILE}: {name}", tensor)
     transformers = _check_model(record, find_transformers(model))
     if is_patched(model):
         raise ValueError("The model is already patched; call remove_mhla() before load_mhla().")
-    source = loaded_from(model, next(iter(transformers.values())))
+    source = loaded_from(model)
     came_from = base_model_name(source)
     lies_beside = source == str(patch) or folder.resolve() in (Path(source).resolve(), Path(source).resolve().parent)
     belongs = lies_beside or not record.base_model or came_from in ("", record.base_model)
@@ -288,16 +234,15 @@ def load_mhla(
         part = {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
         lora = {key: part.pop(key) for key in list(part) if ".lora_A." in key or ".lora_B." in key}
         part = resized(part, before, opened)
-        _check_tensors(patched, layers, part, record, saved)
+        _check_tensors(patched, layers, part, saved)
         plans.append((patched, layers, part, lora))
     try:
         for patched, layers, part, _ in plans:
-            for name, layer in layers.items():
-                state = layer.state_dict(keep_vars=True)
-                with torch.no_grad():
-                    for key in [key for key in part if key.startswith(f"{name}.mhla.")]:
-                        state[key.removeprefix(f"{name}.mhla.")].copy_(part.pop(key))
-            attach(patched, layers)
+            with torch.no_grad():
+                for name, layer in layers.items():
+                    for key, weight in layer.state_dict(keep_vars=True).items():
+                        weight.copy_(part.pop(f"{name}.mhla.{key}"))
+            patched.attach(layers)
             _replace_weights(patched, part)
         for patched, _, _, own_lora in plans:
             if own_lora:
@@ -313,65 +258,46 @@ def load_mhla(
 @torch.no_grad()
 def _replace_weights(patched: Patched, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors over the model's, by name in a plain model, and keep those that change."""
-    places = base_weights(patched.transformer)
+    weights = base_weights(patched.transformer)
     for name, tensor in tensors.items():
-        first = places[name][0]
-        new = tensor.to(first.device, first.dtype)
-        if not first.is_meta and not torch.equal(first, new):
-            patched.replaced_weights[name] = first.to("cpu", copy=True)  # first, should the writing be interrupted
-            for place in places[name]:
-                place.copy_(new)
+        old, new = weights[name], tensor.to(weights[name].device, weights[name].dtype)
+        if not old.is_meta and not torch.equal(old, new):
+            patched.replaced_weights[name] = old.to("cpu", copy=True)  # first, should the writing be interrupted
+            old.copy_(new)
 
 
-def _find_folder(patch: str | Path, revision: str | None) -> Path:
+def _find_folder(patch: str | Path) -> Path:
     path = Path(patch)
     if path.is_dir():
         return path
     if (shipped := adapted_patches().get(str(patch))) is not None:
         return shipped
+    allowed = f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch"
     if str(patch) in patch_names():
-        raise ValueError(
-            f"{patch} is a preset, settings without weights; use apply_mhla(model, {str(patch)!r}) or --patch."
-        )
-    if len(path.parts) == 1 or path.exists():
-        raise FileNotFoundError(
-            f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch; "
-            f"{said_allowed(path.name, list(adapted_patches()), 'mhla info')}"
-        )
-    if path.parent.is_dir() and revision is None:
-        from_hub = "" if path.is_absolute() else f" To load {patch} from the Hub, pass revision='main'."
-        raise FileNotFoundError(f"The local folder {path.parent} has no {path.name}.{from_hub}")
+        raise ValueError(f"{allowed}; use apply_mhla(model, {str(patch)!r}) for a preset, settings without weights.")
+    if len(path.parts) != 2:
+        near = said_allowed(path.name, list(adapted_patches()), "mhla info")
+        raise FileNotFoundError(f"{allowed}; {near}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(str(patch), revision=revision, allow_patterns=[PATCH_FILE]))
+        return Path(snapshot_download(str(patch), allow_patterns=[PATCH_FILE]))
     except (HFValidationError, HfHubHTTPError, OSError) as error:  # offline and not in the cache is an OSError
-        raise FileNotFoundError(
-            f"{patch} is neither a local folder nor a repository that the Hub returned: {error}"
-        ) from error
+        raise FileNotFoundError(f"{allowed}: {error}") from error
 
 
 def read_record(folder: Path) -> PatchRecord:
     """Read what a saved patch says of itself; FileNotFoundError without one, ValueError for what is not a patch."""
     path = folder / PATCH_FILE
     if not path.is_file():
-        why = ""
-        if (folder / "state.json").is_file() or (folder / "checkpoints").is_dir():
-            command = shlex.join(["mhla", "export", str(folder)])
-            why = f" It is of a training run; make a patch of its weights: {command} --output FOLDER"
-        if (folder / "result" / PATCH_FILE).is_file():
-            why = f" It is a training run, whose patch is {folder / 'result'}."
-        raise FileNotFoundError(f"{folder} holds no MHLA patch: {PATCH_FILE} is missing.{why}")
+        raise FileNotFoundError(
+            f"{folder} holds no MHLA patch: {PATCH_FILE} is missing. A training run has it in its folder result, or "
+            "`mhla export` writes it."
+        )
     try:
         with safe_open(path, framework="pt") as file:
-            content = json.loads((file.metadata() or {}).get(RECORD, "null"))
-        found = content.get("format_version", FORMAT_VERSION) if isinstance(content, Mapping) else FORMAT_VERSION
-        check(
-            found == FORMAT_VERSION,
-            f"format version {found!r} is unknown to this version of mhla_diffusers, which reads {FORMAT_VERSION}.",
-        )
-        record = PatchRecord.read(content)
+            record = PatchRecord.read(json.loads((file.metadata() or {}).get(RECORD, "null")))
         for part in record.transformers.values():
             PatchConfig.read(part.patch)
         return record
@@ -389,10 +315,7 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
         )
     found = {name: transformers[name] for name in record.transformers}
     for name, transformer in found.items():
-        family = get_family(transformer)
-        attentions = list(family.self_attentions(transformer).values())
-        facts = dict(zip(("heads", "head_dim"), family.heads(attentions[0]), strict=True))
-        for what, value in {"transformer": type(transformer).__name__, "layers": len(attentions), **facts}.items():
+        for what, value in _facts(transformer).items():
             saved = getattr(record.transformers[name], what)
             if saved != value:
                 raise ValueError(
@@ -403,22 +326,14 @@ def _check_model(record: PatchRecord, transformers: dict[str, nn.Module]) -> dic
 
 
 def _check_tensors(
-    patched: Patched,
-    layers: Layers,
-    tensors: dict[str, torch.Tensor],
-    record: PatchRecord,
-    saved: TransformerRecord,
+    patched: Patched, layers: Layers, tensors: Mapping[str, torch.Tensor], saved: TransformerRecord
 ) -> None:
     own = {f"{name}.mhla.{key}": x for name, layer in layers.items() for key, x in layer.state_dict().items()}
     check_writable(patched.transformer, set(tensors) - set(own), "load the patch")  # first: others have other shapes
-    base = {}
-    if record.weights != "mhla":
-        base = {key: places[0] for key, places in base_weights(patched.transformer).items()}
-    needed = {*own, *(base if record.weights == "all" else saved.base_weights)}
-    known = own | base
+    known, needed = own | base_weights(patched.transformer), {*own, *saved.base_weights}
     problems = [f"missing {key}" for key in sorted(needed - set(tensors))]
-    problems += [f"unexpected {key}" for key in sorted(set(tensors) - set(known))]
-    for key in sorted(set(tensors) & set(known)):
+    problems += [f"unexpected {key}" for key in sorted(set(tensors) - (needed & set(known)))]
+    for key in sorted(needed & set(tensors) & set(known)):
         if tensors[key].shape != known[key].shape:
             problems.append(f"{key} has shape {tuple(tensors[key].shape)}, expected {tuple(known[key].shape)}")
     if problems:

@@ -89,8 +89,6 @@ def step_of(scheduler: Any, timestep: Any, timesteps: Any = None) -> Step | None
     first = int(getattr(scheduler, "begin_index", None) or 0)
     if hasattr(scheduler, "step_index"):
         done = scheduler.step_index if scheduler.step_index is not None else first
-    elif hasattr(scheduler, "counter"):  # PNDM
-        done = scheduler.counter
     elif isinstance(timestep, torch.Tensor) and timestep.device == timesteps.device and (
         timestep.untyped_storage().data_ptr() == timesteps.untyped_storage().data_ptr()
     ):  # fmt: skip
@@ -98,19 +96,9 @@ def step_of(scheduler: Any, timestep: Any, timesteps: Any = None) -> Step | None
     else:
         return None
     last = len(scheduler.timesteps) - 1
-    if getattr(scheduler, "num_inference_steps", None) == last and not hasattr(scheduler, "prk_timesteps"):
+    if getattr(scheduler, "num_inference_steps", None) == last:
         last -= 1  # of SANA-Sprint's scheduler the last one is where the steps end
-    start = _steps_before(scheduler, first)
-    step = Step(_steps_before(scheduler, int(done)) - start, _steps_before(scheduler, last) + 1 - start)
+    order = int(getattr(scheduler, "order", 1))
+    start = first // order
+    step = Step(int(done) // order - start, last // order + 1 - start)
     return step if 0 <= step.index < step.count else None
-
-
-def _steps_before(scheduler: Any, forward: int) -> int:
-    """Return how many of the ``num_inference_steps`` come before a forward, by its place among the timesteps."""
-    runge_kutta = getattr(scheduler, "prk_timesteps", None)
-    if runge_kutta is None:
-        return forward // int(getattr(scheduler, "order", 1))
-    # PNDM begins with steps of four forwards each, or with one of two
-    if not len(runge_kutta):
-        return max(0, forward - 1)
-    return forward // 4 if forward < len(runge_kutta) else forward - len(runge_kutta) * 3 // 4

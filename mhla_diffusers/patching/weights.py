@@ -1,68 +1,45 @@
 """Weights of the model, by their names in a plain model; a patch's LoRA; its own weights at other block counts."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..attention import extend_mixing, resize_mixing
-from ..attention.mixing import causal_mixing
+from ..attention import resize_mixing
 from ..config import CausalConfig, LinearConfig, PatchConfig
-from .layer import attentions_of
+from ..errors import check
 
 LORA = "mhla"
 """Name under which PEFT holds the LoRA of a loaded patch, for diffusers' ``set_adapters``."""
-_FUSED = {
-    "to_qkv": ("to_q", "to_k", "to_v"),
-    "to_kv": ("to_k", "to_v"),
-    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
-    "to_added_kv": ("add_k_proj", "add_v_proj"),
-}
-"""Projections that diffusers joins into one, which it keeps beside the single ones and uses in their place."""
 _ADDED = (".mhla.", "lora_", ".modules_to_save.")
 """Parts of the names of weights that patches and PEFT have added."""
 
 
-def base_weights(transformer: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Return every tensor but MHLA's by its name in a plain model, and where it lies; the first place counts."""
+def base_weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every tensor but MHLA's and adapters' by its name in a plain model."""
     # some quantised parameters are not in the state by their own names
     tensors = dict(transformer.named_parameters()) | transformer.state_dict(keep_vars=True)
-    state = {
-        name.replace(".base_layer.", ".").replace(".original_module.", "."): [tensor]
+    return {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
         for name, tensor in tensors.items()
         if not any(mark in name for mark in _ADDED)
     }
-    for path in attentions_of(transformer):
-        for fused, parts in _FUSED.items():
-            for kind in ("weight", "bias"):
-                joined = state.pop(f"{path}.{fused}.{kind}", None)
-                if joined is not None:
-                    places = [state[f"{path}.{part}.{kind}"] for part in parts]
-                    pieces = joined[0].split([len(place[0]) for place in places])
-                    for place, piece in zip(places, pieces, strict=True):
-                        place.insert(0, piece)
-    return state
 
 
 def check_writable(transformer: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ValueError if weights of a plain model's names are merged, quantised, sharded or offloaded."""
+    """Raise ValueError if weights of a plain model's names are fused, merged, quantised, sharded or offloaded."""
     names = list(names)
     if not names:
         return
+    refuse_fused(transformer, purpose)
     merged = [name for name, module in transformer.named_modules() if getattr(module, "merged", False) is True]
-    if merged:
-        raise ValueError(
-            f"LoRA adapters are fused into {merged[0]}, so its weights cannot be replaced; call unfuse_lora() before "
-            f"you {purpose}."
-        )
+    check(not merged, f"LoRA adapters are fused into {merged and merged[0]}; call unfuse_lora() before you {purpose}.")
     refuse_weights_on_disk(transformer, purpose)
-    places = base_weights(transformer)
+    weights = base_weights(transformer)
     whole = all(tensor.is_meta for tensor in transformer.state_dict().values())
-    for name in filter(places.__contains__, names):
-        place = places[name][0]
-        check_plain(name, place, purpose, whole)
+    for name in filter(weights.__contains__, names):
+        check_plain(name, weights[name], purpose, whole)
 
 
 def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool = False) -> None:
@@ -72,8 +49,16 @@ def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool
             f"{name} is a {type(tensor).__name__}, quantised or sharded; {purpose} before that, save only MHLA's own "
             "tensors with weights='mhla', or load the model again with from_pretrained()."
         )
-    if tensor.is_meta and not may_be_meta:
-        raise ValueError(f"{name} is offloaded; switch offloading off before you {purpose}.")
+    check(may_be_meta or not tensor.is_meta, f"{name} is offloaded; switch offloading off before you {purpose}.")
+
+
+def refuse_fused(transformer: nn.Module, purpose: str) -> None:
+    """Raise ValueError if diffusers has joined projections, whose single weights it then does not read."""
+    for module in transformer.modules():
+        is_fused = getattr(module, "fused_projections", False)
+        if not hasattr(module, "unfuse_projections"):  # keeps its flag when it is unfused
+            is_fused = type(getattr(module, "processor", None)).__name__.startswith("Fused")
+        check(not is_fused, f"Projections are fused; call unfuse_qkv_projections() before you {purpose}.")
 
 
 # Offloading
@@ -105,13 +90,18 @@ def has_lora(transformer: nn.Module, name: str) -> bool:
     return name in getattr(transformer, "peft_config", {})
 
 
-def runs_lora(transformer: nn.Module, name: str) -> bool:
-    """Whether a LoRA takes part in a forward: active, or fused with the weights, by its first layer."""
+def inactive_lora(transformer: nn.Module, name: str) -> str:
+    """Say that the LoRA of a patch does not run, and what to do; "" if it is active or fused, by its first layer."""
     for module in transformer.modules():
         layer: Any = module
         if name in getattr(layer, "lora_A", {}):
-            return name in layer.merged_adapters or (not layer.disable_adapters and name in layer.active_adapters)
-    return False
+            if name in layer.merged_adapters or (not layer.disable_adapters and name in layer.active_adapters):
+                return ""
+            break
+    return (
+        f"The patch was made with its LoRA {name!r}, which is not active. Name it beside others, transformer."
+        f"set_adapters([{name!r}, ...]), or if it was unloaded, call remove_mhla() and load_mhla() again."
+    )
 
 
 def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
@@ -125,7 +115,7 @@ def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load the LoRA of a patch beside other adapters; ValueError if there is one of its name."""
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if has_lora(transformer, LORA):
@@ -135,16 +125,15 @@ def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         )
     parts = transformer.named_modules()
     active = {name: part.active_adapters for name, part in parts if isinstance(part, BaseTunerLayer)}
-    if hasattr(transformer, "load_lora_adapter"):
-        first = next(iter(transformer.parameters()))
-        state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
-        transformer.load_lora_adapter(state, prefix=None, adapter_name=LORA)
-    else:  # a class to which diffusers gives no methods for LoRA, such as DiT's
-        targets = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-        rank = len(tensors[f"{targets[0]}.lora_A.weight"])
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets), transformer, LORA)
-        for name, weight in lora_weights(transformer, LORA).items():
-            weight.copy_(tensors[name])
+    first = next(iter(transformer.parameters()))
+    state = {name: tensor.to(first.device, first.dtype) for name, tensor in tensors.items()}
+    targets = [name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")]
+    rank = len(state[f"{targets[0]}.lora_A.weight"])
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
+    inject_adapter_in_model(config, transformer, LORA, low_cpu_mem_usage=True)
+    set_peft_model_state_dict(transformer, state, LORA, low_cpu_mem_usage=True)
+    if hasattr(transformer, "add_adapter"):  # diffusers' mark that its methods for adapters work
+        transformer._hf_peft_config_loaded = True
     for name, part in transformer.named_modules():
         if isinstance(part, BaseTunerLayer):  # PEFT activates the new one alone
             part._active_adapter = [*active.get(name, []), LORA]
@@ -167,20 +156,14 @@ def remove_lora(transformer: Any, name: str) -> None:
 
 
 def resized(tensors: Mapping[str, torch.Tensor], before: PatchConfig, after: PatchConfig) -> dict[str, torch.Tensor]:
-    """Return a patch's tensors at other blocks: mixing matrices are interpolated, causal ones extended or cut."""
-    part = dict(tensors)
+    """Return a patch's tensors with mixing matrices interpolated to other blocks; ValueError for a causal patch."""
     if not (isinstance(before, LinearConfig) and isinstance(after, LinearConfig)) or before.blocks == after.blocks:
-        return part
-    for name in (name for name in part if name.endswith(".mhla.mixing")):
-        if not isinstance(after, CausalConfig):
-            part[name] = resize_mixing(part[name], before.blocks, after.blocks)
-            continue
-        rows, inner = after.blocks[0], after.blocks[1:]
-        # positions on the first axis stay, so that no later one gets into what is seen
-        mixing = resize_mixing(part[name], before.blocks, (before.blocks[0], *inner))
-        if rows > before.blocks[0]:
-            part[name] = extend_mixing(mixing, (before.blocks[0], *inner), rows)
-        else:
-            count = math.prod(after.blocks)
-            part[name] = causal_mixing(mixing[..., :count, :count], after.blocks, own=True)
-    return part
+        return dict(tensors)
+    if isinstance(before, CausalConfig):
+        raise ValueError(
+            f"blocks={after.blocks} would change what a causal patch sees; beyond='relative' has more blocks."
+        )
+    return {
+        name: resize_mixing(x, before.blocks, after.blocks) if name.endswith(".mhla.mixing") else x
+        for name, x in tensors.items()
+    }

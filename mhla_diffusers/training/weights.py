@@ -17,7 +17,6 @@ from ..generation.pipelines import pipeline_source
 from ..patching import (
     PATCH_FILE,
     MHLALayer,
-    Weights,
     find_patched,
     is_patched,
     load_mhla,
@@ -233,13 +232,14 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
     if not patched.is_attached:
         raise ValueError(
             "The transformer was patched with diffusers' own set_attn_processor, which does not record a LoRA; patch "
-            "it with apply_mhla() or mhla_diffusers.set_attn_processor() to train and export it."
+            "it with apply_mhla() to train and export it."
         )
-    changed: Weights = "changed" if config.model is not None else "all"
-    weights = "mhla" if config.trainable in ("mhla", "lora") else changed
+    trained = [plain_name(name) for name, parameter in transformer.named_parameters() if parameter.requires_grad]
+    own = [name for name in trained if ".mhla." not in name]
     base = None if config.model is None else pipeline_source(config.model)
     before, patched.lora = patched.lora, LORA if lora_layers(transformer) else None
     try:
+        weights = "mhla" if config.trainable in ("mhla", "lora") else own
         save_mhla(transformer, folder, weights=weights, base_model=base)
     finally:  # training may go on
         patched.lora = before

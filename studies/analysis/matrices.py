@@ -14,7 +14,6 @@ from mhla_diffusers.config import SparseConfig
 from mhla_diffusers.errors import check_names
 from mhla_diffusers.families import AttentionInputs, get_family
 from mhla_diffusers.patching import find_patched
-from mhla_diffusers.patching.layer import layer_of
 
 RANK_TOLERANCE = 1e-4
 """Singular values above this fraction of the largest count."""
@@ -53,7 +52,7 @@ def each_attention_matrix(
 
 def _matrix(attn: Any, given: AttentionInputs, transformer: nn.Module, name: str) -> torch.Tensor:
     """Return the attention matrix: float64 (B, H, N, N)."""
-    family, layer = get_family(transformer), layer_of(attn)
+    family, layer = get_family(transformer), getattr(attn, "mhla", None)
     if layer is not None:
         weights: torch.Tensor = layer.weights(given)
         return weights

@@ -7,6 +7,7 @@ from diffusers import UNet2DModel
 from peft import LoraConfig, inject_adapter_in_model
 
 import mhla_diffusers as mhla
+from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.patching import find_patched
 
 from ..families.cases import footprint
@@ -15,6 +16,8 @@ from ..models import FAMILIES, patched
 MODELS = list(FAMILIES)
 ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+SPARSE = NOTHING_DENSE | {"density": 0.1, "block_size": 4, "far": "means"}
+"""Of tiny grids; without dense steps and layers unless a test gives them."""
 EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
 """Settings that give a layer every kind of weight that it can have."""
 CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
@@ -28,6 +31,14 @@ def assert_same_footprint(model, before):
 def assert_equal_up_to_order(found, expected):
     """The same operations, perhaps in another order: float32 rounding of outputs of the order of 1."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
+def shake(module, seed=11):
+    """Train all parameters a little."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator))
 
 
 def unet():

@@ -1,14 +1,9 @@
 """Settings of a patched model are changed in place."""
 
-import math
-
 import pytest
 import torch
-from peft import LoraConfig
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention import extend_mixing
-from mhla_diffusers.attention.mixing import causal_mixing
 
 from ..families.cases import case_of
 from ..families.cases import output as case_output
@@ -19,7 +14,6 @@ from .shared import (
     assert_equal_up_to_order,
     assert_same_footprint,
     footprint,
-    mixings,
     own_form,
     trained,
 )
@@ -114,29 +108,3 @@ def test_models_that_cannot_be_changed():
     model = trained("wan")
     with mhla.mhla_disabled(model), refused("mhla_disabled()"):
         mhla.change_mhla(model, rope="before")
-    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["mhla"]))
-    with refused("modules_to_save"):
-        mhla.change_mhla(model, rope="before")
-    assert math.prod(mhla.describe(model)[0].blocks) == 12
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("rows", [2, 5])
-def test_causal_matrices_that_are_loaded_keep_their_order(rows, per_head, tmp_path):
-    """More blocks go on as the last one, fewer are the first ones; what is not seen is nowhere in it."""
-    model = trained("wan", **CAUSAL | {"blocks": (3, 2, 3)}, mixing_per_head=per_head)
-    with torch.no_grad():
-        later = torch.ones(3, 3).triu(1).repeat_interleave(6, 0).repeat_interleave(6, 1)
-        for mixing in mixings(model):
-            mixing.masked_fill_(later.bool(), 1e6)  # no one reads it
-    before = [mixing.detach().clone() for mixing in mixings(model)]
-    mhla.save_mhla(model, tmp_path)
-    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, blocks=(rows, 2, 3))
-    for mixing, old in zip(mixings(loaded), before, strict=True):
-        shared = 6 * min(rows, 3)
-        expected = causal_mixing(old, (3, 2, 3), own=True)
-        torch.testing.assert_close(mixing[..., :shared, :shared], expected[..., :shared, :shared])
-        if rows > 3:
-            torch.testing.assert_close(mixing.detach(), extend_mixing(old, (3, 2, 3), rows))
-    loaded = mhla.load_mhla(FAMILIES["wan"].build(), tmp_path, blocks=(rows, 1, 1))
-    assert all(mixing.max() < 1 for mixing in mixings(loaded))

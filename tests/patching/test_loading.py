@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from mhla_diffusers.patching import PATCH_FILE
 
 from .. import models
 from ..refusals import refused
-from .shared import assert_same_footprint, footprint
-from .test_saving import adapted, shake
+from .shared import CAUSAL, assert_same_footprint, footprint
+from .test_saving import TRAINED, adapted
 
 NAME = "transformer.blocks.1.attn1.mhla.mixing"
 
@@ -23,27 +22,17 @@ NAME = "transformer.blocks.1.attn1.mhla.mixing"
 @pytest.fixture
 def folder(tmp_path):
     """A saved patch with one adapted weight and bias of the model."""
-    model = adapted("wan")
-    shake(model.blocks[1].attn1.to_q)
-    return save_mhla(model, tmp_path, weights="changed", base=models.wan())
+    return save_mhla(adapted(), tmp_path, weights=TRAINED)
 
 
-def rewrite(folder, change=lambda tensors: None, record=lambda found: json.dumps(found)):
+def rewrite(folder, change=lambda tensors, record: None, text=None):
     """Change the saved tensors, and what is recorded beside them."""
     path = folder / PATCH_FILE
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
-        found = json.loads(file.metadata()["mhla"])
-    change(tensors)
-    save_file(tensors, path, metadata={"mhla": record(found)})
-
-
-def change_record(folder, change):
-    def record(found):
-        change(found)
-        return json.dumps(found)
-
-    rewrite(folder, record=record)
+        record = json.loads(file.metadata()["mhla"])
+    change(tensors, record)
+    save_file(tensors, path, metadata={"mhla": json.dumps(record) if text is None else text})
 
 
 def cut(folder):
@@ -51,65 +40,38 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def record(**entries):
-    return lambda folder: change_record(folder, lambda found: found.update(entries))
-
-
-def record_without(*path):
-    def remove(found):
-        for key in path[:-1]:
-            found = found[key]
-        found.pop(path[-1])
-
-    return lambda folder: change_record(folder, remove)
-
-
-def in_transformer(**entries):
-    return lambda folder: change_record(folder, lambda found: found["transformers"]["transformer"].update(entries))
-
-
-def settings(**entries):
-    return lambda folder: change_record(
-        folder, lambda found: found["transformers"]["transformer"]["patch"].update(entries)
-    )
-
-
-def tensors(change):
+def changed(change):
     return lambda folder: rewrite(folder, change)
 
 
-def text(content):
-    return lambda folder: rewrite(folder, record=lambda found: content)
+def of_transformer(change):
+    return changed(lambda tensors, record: change(record["transformers"]["transformer"]))
 
 
 DAMAGE = {
     # what is done to the folder, offending value
     "file cut": (cut, PATCH_FILE),
     "file gone": (lambda folder: (folder / PATCH_FILE).unlink(), "missing"),
-    "tensor gone": (tensors(lambda found: found.pop(NAME)), "missing blocks.1.attn1.mhla.mixing"),
+    "tensor gone": (changed(lambda tensors, _: tensors.pop(NAME)), "missing blocks.1.attn1.mhla.mixing"),
     "base weight gone": (
-        tensors(lambda found: found.pop("transformer.blocks.1.attn1.to_q.bias")),
+        changed(lambda tensors, _: tensors.pop("transformer.blocks.1.attn1.to_q.bias")),
         "missing blocks.1.attn1.to_q.bias",
     ),
     "tensor more": (
-        tensors(lambda found: found.update({"transformer.blocks.9.x": torch.ones(1)})),
+        changed(lambda tensors, _: tensors.update({"transformer.blocks.9.x": torch.ones(1)})),
         "unexpected blocks.9.x",
     ),
-    "shape": (tensors(lambda found: found.update({NAME: torch.ones(2, 2)})), "(2, 2)...(2, 12, 12)"),
-    "NaN": (tensors(lambda found: found[NAME].view(-1)[0].fill_(torch.nan)), NAME),
-    "blocks": (settings(blocks=[4, 2, 3]), "(2, 12, 12)...(2, 24, 24)"),
-    "other weights": (record(weights="mhla"), "unexpected blocks.1.attn1.to_q"),
-    "base weights": (in_transformer(base_weights=["x"]), "missing x"),
-    "an older version": (record(format_version=3), "format version 3 "),
-    "a later version": (record(format_version=99), "format version 99 "),
-    "key more": (record(more=1), "'more'"),
-    "key gone": (record_without("base_model"), "base_model"),
-    "weights": (record(weights="zzz"), "'zzz'"),
-    "no transformers": (record(transformers={}), "transformers"),
-    "no heads": (record_without("transformers", "transformer", "heads"), "transformers.transformer...heads"),
-    "empty record": (text(""), PATCH_FILE),
-    "record of a number": (text("3"), PATCH_FILE),
-    "record cut": (text('{"a": '), PATCH_FILE),
+    "shape": (changed(lambda tensors, _: tensors.update({NAME: torch.ones(2, 2)})), "(2, 2)...(2, 12, 12)"),
+    "NaN": (changed(lambda tensors, _: tensors[NAME].view(-1)[0].fill_(torch.nan)), NAME),
+    "blocks": (of_transformer(lambda part: part["patch"].update(blocks=[4, 2, 3])), "(2, 12, 12)...(2, 24, 24)"),
+    "other weights": (of_transformer(lambda part: part["base_weights"].pop()), "unexpected blocks.1.attn1.to_q"),
+    "base weights": (of_transformer(lambda part: part["base_weights"].append("x")), "missing x"),
+    "another version": (changed(lambda _, record: record.update(format_version=99)), "format_version"),
+    "key more": (changed(lambda _, record: record.update(more=1)), "'more'"),
+    "key gone": (of_transformer(lambda part: part.pop("heads")), "transformers.transformer...heads"),
+    "no transformers": (changed(lambda _, record: record.update(transformers={})), "transformers"),
+    "no record": (lambda folder: rewrite(folder, text=""), PATCH_FILE),
+    "record of a number": (lambda folder: rewrite(folder, text="3"), PATCH_FILE),
 }
 
 
@@ -126,7 +88,7 @@ def test_damage_is_named_and_nothing_is_applied(case, folder):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(own, tmp_path):
-    model, other = adapted("wan"), models.wan()
+    model, other = adapted(), models.wan()
     attn = model.blocks[1].attn1
     save_mhla(model, tmp_path, weights="all")
     name = NAME if own else "transformer.blocks.1.attn1.to_q.weight"
@@ -134,11 +96,17 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(own, tmp_path)
         (attn.mhla.mixing if own else attn.to_q.weight).view(-1)[:2] = torch.nan
     with refused(name, "2 of"):
         save_mhla(model, tmp_path, weights="all")
-    rewrite(tmp_path, lambda found: found[name].view(-1)[:2].fill_(torch.inf))
+    rewrite(tmp_path, lambda tensors, _: tensors[name].view(-1)[:2].fill_(torch.inf))
     before = footprint(other)
     with refused(name, "2 of"):
         load_mhla(other, tmp_path)
     assert_same_footprint(other, before)
+
+
+def test_a_causal_patch_keeps_its_blocks(tmp_path):
+    save_mhla(models.patched("wan", **CAUSAL), tmp_path)
+    with refused("blocks=(3, 2, 3)", "beyond='relative'"):
+        load_mhla(models.wan(), tmp_path, blocks=(3, 2, 3))
 
 
 def test_wrong_models_are_refused_and_left_alone(folder):
@@ -169,24 +137,10 @@ def test_names_that_are_no_adapted_patch_are_answered_without_the_hub(name, erro
         load_mhla(models.wan(), name)
 
 
-def test_a_relative_path_asks_no_hub(tmp_path, monkeypatch):
-    """Where its folder is there; a revision says that the Hub is meant."""
-    monkeypatch.chdir(tmp_path)
-    Path("runs").mkdir()
-    asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or "runs")
-    with refused("runs has no first", "revision='main'", error=FileNotFoundError):
-        load_mhla(models.wan(), "runs/first")
-    assert not asked
-    with refused(PATCH_FILE, error=FileNotFoundError):
-        load_mhla(models.wan(), "runs/first", revision="main")
-    assert asked == ["runs/first"]
-
-
 @pytest.mark.parametrize(("came_from", "warns"), [("owner/another", True), ("owner/made-for", False), ("", False)])
 def test_a_patch_of_another_checkpoint_warns(tmp_path, came_from, warns):
     """Other weights of the same shapes are not noticed, another name is."""
-    save_mhla(adapted("wan"), tmp_path, base_model="owner/made-for")
+    save_mhla(adapted(), tmp_path, base_model="owner/made-for")
     model = models.wan()
     model.register_to_config(_name_or_path=came_from)
     with warnings.catch_warnings(record=True) as said:

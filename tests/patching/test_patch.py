@@ -7,8 +7,6 @@ import logging
 import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, WanPipeline
-from hypothesis import given
-from hypothesis import strategies as st
 from peft import get_peft_model
 
 import mhla_diffusers as mhla
@@ -19,42 +17,9 @@ from mhla_diffusers.patching.patch import choose_layers
 
 from ..families.cases import case_of
 from ..models import FAMILIES, assert_changed, attn_processors, inputs, output, patched
-from ..pipelines import PIPELINES, generate, wan22_pipeline
+from ..pipelines import wan22_pipeline
 from ..refusals import refused
-from .shared import CAUSAL, EVERYTHING, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
-
-
-def test_apply_and_remove_on_a_pipeline():
-    """Both of two transformers take part."""
-    name, case = "wan22", PIPELINES["wan22"]
-    pipe = case.build()
-    generate(name, pipe)  # diffusers keeps a registry of hooks on a transformer from its first call on
-    before = {part: footprint(getattr(pipe, part)) for part in case.transformers}
-    expected = generate(name, pipe)
-    assert mhla.apply_mhla(pipe, blocks=case.blocks) is pipe
-    assert {layer.partition(".")[0] for layer in mhla.mhla_layers(pipe)} == set(case.transformers)
-    found = generate(name, pipe)
-    assert_changed(found, expected)
-    mhla.remove_mhla(pipe.transformer_2)
-    assert_changed(generate(name, pipe), found)
-    assert mhla.remove_mhla(pipe) is pipe
-    assert torch.equal(generate(name, pipe), expected)
-    for part, state in before.items():
-        assert_same_footprint(getattr(pipe, part), state)
-
-
-@pytest.mark.parametrize("name", ONE_PER_CLASS)
-def test_every_weight_appears_once_in_the_state_dict_and_the_dtype_stays(name):
-    case, base, model = FAMILIES[name], FAMILIES[name].build(), FAMILIES[name].build()
-    before = torch.get_rng_state()
-    mhla.apply_mhla(model, blocks=case.blocks, **EVERYTHING)
-    assert torch.equal(torch.get_rng_state(), before), "the global generator is left as it was"
-    added = [key for key in model.state_dict() if key not in base.state_dict()]
-    ending = ("mixing", "output_norm", "gate.weight", "gate.bias", "convolution.weight", "convolution.bias")
-    assert sorted(added) == sorted(f"{layer}.{end}" for layer in mhla.mhla_layers(model) for end in ending)
-    storages = [model.state_dict()[key].data_ptr() for key in added]
-    assert len(set(storages)) == len(added) == 6 * case.self_attentions
-    assert model.dtype == base.dtype
+from .shared import CAUSAL, ONE_PER_CLASS, assert_same_footprint, footprint, lora, unet
 
 
 def pickled(model):
@@ -135,28 +100,20 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "settings", "kind", "words"), KINDS, ids=str)
 def test_names_decide_which_attention_runs(name, settings, kind, words, caplog):
-    """What has to be adapted is warned of; sparse attention has no weights and leaves nothing behind."""
-    model = FAMILIES[name].build()
-    before, expected = footprint(model), output(model, inputs(name))
-    mhla.apply_mhla(model, **settings)
+    """What has to be adapted is warned of."""
+    model = mhla.apply_mhla(FAMILIES[name].build(), **settings)
     warned = [one for one in caplog.records if one.levelno == logging.WARNING]
     assert len(warned) == (kind is not SparseConfig and name != "sana")
-    (handle,) = find_patched(model).values()
-    assert type(handle.config) is kind and find_patched(model)["transformer"] is handle
+    assert type(find_patched(model)["transformer"].config) is kind
     assert str(mhla.describe(model)).startswith(words)
     assert bool(mhla.mhla_layers(model)) is (kind is not SparseConfig)
-    assert (model.state_dict().keys() == before["state"].keys()) is (kind is SparseConfig)
-    output(model, inputs(name))
-    assert_same_footprint(mhla.remove_mhla(model), before)
-    assert torch.equal(output(model, inputs(name)), expected)
 
 
 def test_applying_twice_is_refused_with_the_way_out():
     model = patched("wan")
     before = footprint(model)
-    for apply in (mhla.apply_mhla, lambda model: mhla.set_attn_processor(model, mhla.MHLAProcessor(blocks=(2, 2)))):
-        with refused("already patched", "remove_mhla()"):
-            apply(model)
+    with refused("already patched", "remove_mhla()"):
+        mhla.apply_mhla(model)
     assert_same_footprint(model, before)
 
 
@@ -170,15 +127,13 @@ def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole():
     assert_same_footprint(pipe.transformer_2, before[1])
 
 
-@pytest.mark.parametrize("name", ["wan", "sana", "dit"])
-def test_more_blocks_than_tokens_is_refused_at_the_input(name):
+def test_more_blocks_than_tokens_is_refused_at_the_input():
     """Only the input tells the grid; the message names the axis, and the model goes on with inputs that fit."""
-    case = FAMILIES[name]
-    model = mhla.apply_mhla(case.build(), blocks=(*case.blocks[:-1], case.grid[-1]))
-    expected = output(model, inputs(name))
-    with refused("width", case.ragged_grid[-1], case.grid[-1]):
-        output(model, inputs(name, ragged=True))
-    assert torch.equal(output(model, inputs(name)), expected)
+    model = patched("sana", blocks=(4, 8))
+    expected = output(model, inputs("sana"))
+    with refused("width", 5, 8):
+        output(model, inputs("sana", ragged=True))
+    assert torch.equal(output(model, inputs("sana")), expected)
 
 
 def test_what_is_not_patched_can_be_removed_again_but_not_disabled(caplog):
@@ -191,20 +146,16 @@ def test_what_is_not_patched_can_be_removed_again_but_not_disabled(caplog):
         pass
 
 
-@pytest.mark.parametrize("component", ["transformer", "transformer_2"])
-def test_a_transformer_wrapped_by_peft_is_refused_with_the_way_out(component):
+def test_a_transformer_wrapped_by_peft_is_patched_inside():
     pipe = wan22_pipeline()
-    inner = getattr(pipe, component)
-    wrapped = get_peft_model(inner, lora("to_q"))
-    setattr(pipe, component, wrapped)
-    for model, name in ((pipe, component), (wrapped, "transformer")):
-        with refused(name, "PeftModel", f"{name}.get_base_model()"):
-            mhla.apply_mhla(model, blocks=(1, 1, 1))
-    assert not mhla.is_patched(pipe)
-    setattr(pipe, component, wrapped.get_base_model())
+    inner = pipe.transformer
+    pipe.transformer = get_peft_model(inner, lora("to_q"))
+    expected = output(pipe.transformer, inputs("wan"))
     mhla.apply_mhla(pipe, blocks=(1, 1, 1))
-    assert len(mhla.mhla_layers(pipe)) == 2 * len(mhla.mhla_layers(inner))
-    assert any("lora_A" in name for name in inner.state_dict())
+    assert_changed(output(pipe.transformer, inputs("wan")), expected)
+    assert mhla.is_patched(inner) and len(mhla.mhla_layers(pipe)) == 2 * len(mhla.mhla_layers(inner))
+    mhla.remove_mhla(pipe)
+    assert torch.equal(output(pipe.transformer, inputs("wan")), expected)
 
 
 def test_an_interrupt_between_two_transformers_leaves_none_patched():
@@ -228,10 +179,10 @@ def test_an_interrupt_between_two_transformers_leaves_none_patched():
     ("layers", "indices"), [("all", [0, 1, 2, 3]), ("2/3", [1, 2]), (0.5, [1, 3]), ([2, 0], [0, 2]), ([1, -4], [0, 1])]
 )
 def test_layers_choose_what_is_replaced(layers, indices):
-    """The others keep their processor and get no weights; also through our ``set_attn_processor``."""
+    """The others keep their processor and get no weights."""
     model = FAMILIES["dit"].build()
     before, footprint_before = attn_processors(model), footprint(model)
-    mhla.set_attn_processor(model, mhla.MHLAProcessor(layers=layers, blocks=(4, 2)))
+    mhla.apply_mhla(model, layers=layers, blocks=(4, 2))
     chosen = [f"transformer_blocks.{index}.attn1" for index in indices]
     assert list(mhla.mhla_layers(model)) == [f"{path}.mhla" for path in chosen]
     for path, processor in attn_processors(model).items():
@@ -245,9 +196,3 @@ def test_two_thirds_is_the_hybrid_of_the_paper(count):
     """Every third layer is kept, beginning with layer 0."""
     for layers in ("2/3", 2 / 3):
         assert choose_layers(layers, count) == [index for index in range(count) if index % 3]
-
-
-@given(st.fractions(min_value="1/10", max_value=1, max_denominator=20), st.integers(1, 60))
-def test_a_fraction_replaces_about_that_many_layers(fraction, count):
-    replaced = choose_layers(str(fraction), count)
-    assert abs(len(replaced) - fraction * count) <= 1

@@ -15,12 +15,10 @@ from mhla_diffusers.patching import find_patched
 from mhla_diffusers.patching.residual import FIRST_FADING, RANK, Residual
 from mhla_diffusers.tiny import call_settings, load_tiny
 
-from ..families.cases import case_of
 from ..models import bytes_alive, relative_change
 from ..pipelines import dit_pipeline, wan22_pipeline, wan_pipeline
-from .shared import in_threads, seen_by
+from .shared import SPARSE, in_threads, seen_by
 
-SPARSE = NOTHING_DENSE | {"density": 0.1, "block_size": 4, "far": "means"}
 DENSE = SPARSE | {"dense_first": 1, "dense_every": 3}
 """Dense steps 0, 3, 6 and 9 of eleven."""
 CALLS = {
@@ -228,25 +226,6 @@ def test_a_copy_made_within_a_call_is_of_no_call(copied):
     assert all(torch.equal(sample(wan_pipeline(one)), expected) for one in (copies[1], copies[4]))
 
 
-def test_a_callback_that_looks_at_the_unpatched_model_changes_nothing():
-    """And one that runs another pipeline on the same transformer."""
-    pipe = mhla.apply_mhla(wan_pipeline(), **DENSE)
-    second = type(pipe)(**pipe.components | {"scheduler": copy.deepcopy(pipe.scheduler)})
-    expected, others, seen = sample(pipe), sample(pipe, seed=1), []
-
-    def look(pipe, index, timestep, tensors):
-        if index == 3:
-            seen.append(sample(second, seed=1))
-        with mhla.mhla_disabled(pipe):
-            arguments = {"hidden_states": tensors["latents"], "encoder_hidden_states": tensors["prompt_embeds"]}
-            pipe.transformer(**arguments, timestep=timestep[None], return_dict=False)
-        return {}
-
-    names = ["latents", "prompt_embeds"]
-    assert torch.equal(sample(pipe, callback_on_step_end=look, callback_on_step_end_tensor_inputs=names), expected)
-    assert torch.equal(seen[0], others)
-
-
 def counts(caplog):
     """The lines that calls have ended with; the same one twice in a row is logged once."""
     return [line for line in caplog.messages if line.startswith("MHLA: sparse in")]
@@ -283,26 +262,6 @@ def test_threads_keep_apart_also_those_that_end_by_an_interrupt(caplog):
     assert torch.equal(sample(pipe), expected[0])
 
 
-def test_gradients_within_a_call_are_those_of_sparse_attention():
-    """As a reward's, which differentiates the last step: nothing is corrected there."""
-    pipe = mhla.apply_mhla(wan_pipeline(), **DENSE)
-    grads = []
-
-    def differentiate(pipe, index, timestep, tensors):
-        with torch.enable_grad():
-            latents = tensors["latents"].detach().requires_grad_()
-            arguments = {"hidden_states": latents, "encoder_hidden_states": tensors["prompt_embeds"]}
-            pipe.transformer(**arguments, timestep=timestep[None], return_dict=False)[0].square().mean().backward()
-        grads.append(latents.grad)
-        return {}
-
-    expected = sample(pipe)
-    names = ["latents", "prompt_embeds"]
-    with torch.no_grad():
-        found = sample(pipe, callback_on_step_end=differentiate, callback_on_step_end_tensor_inputs=names)
-    assert torch.equal(found, expected) and all(one.isfinite().all() and one.any() for one in grads)
-
-
 # Step caches, which leave blocks out
 
 
@@ -319,14 +278,3 @@ def test_a_step_cache_runs_every_block_of_a_step_that_measures(correct):
     whole = (0, 3, 6, 9) if correct else (0,)
     assert ran == [index in whole for index in range(11) for _ in ("cond", "uncond")]
     assert torch.equal(sample(pipe), first)
-
-
-@pytest.mark.parametrize("name", ["flux", "hunyuan_video"])
-def test_the_default_patch_under_first_block_cache(name):
-    """Of 20 steps and more, in pipelines that give a cache's context no step."""
-    case = case_of(name)
-    pipe = mhla.apply_mhla(case.pipeline())
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    call = {**case.call, "num_inference_steps": 20, "output_type": "latent"}
-    first, second = (pipe(**call, generator=torch.Generator().manual_seed(0))[0] for _ in range(2))
-    assert torch.equal(first, second) and first.isfinite().all()

@@ -145,32 +145,17 @@ def test_what_dense_steps_measure(two: Processes) -> None:
         assert corrected < 0.1 * dropped
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a convolution": ({"convolution": 3}, "convolution=3"),
-}
+def refuse() -> None:
+    """What needs all tokens, and diffusers' own form, which does not know how they are split."""
+    own_form = models.FAMILIES["wan"].build()
+    own_form.set_attn_processor(mhla.MHLAProcessor(blocks=models.FAMILIES["wan"].blocks))
+    for model, words in ((models.patched("wan", convolution=3), "convolution=3"), (own_form, "apply_mhla")):
+        with refused(words):
+            spread(model)(**models.inputs("wan"), return_dict=False)
 
 
-def refuse(settings: dict[str, Any], words: str) -> None:
-    model = spread(models.patched("wan", **settings))
-    with refused(words):
-        model(**models.inputs("wan"), return_dict=False)
-
-
-@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_needs_all_tokens_is_refused(two: Processes, settings: dict[str, Any], words: str) -> None:
-    two.run(refuse, settings, words)
-
-
-def refuse_own_form() -> None:
-    model = models.FAMILIES["wan"].build()
-    model.set_attn_processor(mhla.MHLAProcessor(blocks=models.FAMILIES["wan"].blocks))
-    spread(model)
-    with refused("apply_mhla"):
-        model(**models.inputs("wan"), return_dict=False)
-
-
-def test_diffusers_own_form_is_refused(two: Processes) -> None:
-    two.run(refuse_own_form)
+def test_what_cannot_be_split_is_refused(two: Processes) -> None:
+    two.run(refuse)
 
 
 def video_of_script() -> list[Any]:

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of patched models: one graph for a size, whatever the steps and layers."""
+"""torch.compile of patched models: one graph for a size, whatever the steps and layers."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 import mhla_diffusers as mhla
-from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import NOTHING_DENSE
 
 from ..models import FAMILIES, assert_changed, inputs, output, seeded
@@ -100,17 +99,6 @@ def test_diffusers_own_form_compiles_after_its_first_forward(counter):
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
-def test_export_gives_a_program_for_one_size():
-    """Of MHLA; the token grid is a constant of the program, so another size is refused."""
-    model, fixed = shortened("sana"), {"return_dict": False}
-    with torch.no_grad():
-        program = torch.export.export(model, args=(), kwargs=inputs("sana") | fixed).module()
-    assert_equal_up_to_order(program(**inputs("sana", seed=8), **fixed)[0], output(model, inputs("sana", seed=8)))
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        program(**inputs("sana", ragged=True), **fixed)
-
-
 class Scaled(nn.Module):
     """Works on what its block returns with numbers, which PyTorch's compiler makes arguments of its graphs."""
 
@@ -133,15 +121,3 @@ def test_a_model_without_a_family_keeps_its_numbers(counter):
     mhla.change_mhla(model, density=0.2)
     assert_equal_up_to_order(torch.compile(model, backend=counter)(x), model(x))
     assert_changed(model(x), expected)
-
-
-@pytest.mark.slow
-def test_the_operator_with_the_axes_of_the_grid_as_arguments(counter):
-    """Which ``dynamic=True`` makes symbols of."""
-
-    def attend(query, frames, height, width):
-        return sparse_attention(query, query, query, (frames, height, width), density=0.2)
-
-    compiled = torch.compile(attend, backend=counter, dynamic=True)
-    query = torch.randn(1, 2 * 4 * 6, 2, 16)
-    assert_equal_up_to_order(compiled(query, 2, 4, 6), attend(query, 2, 4, 6))

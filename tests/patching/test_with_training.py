@@ -8,17 +8,12 @@ import pytest
 import torch
 from diffusers import DiTPipeline
 from safetensors.torch import load_file
-from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 import mhla_diffusers as mhla
 from mhla_diffusers.patching import register_mixing_clip
 from mhla_diffusers.tiny import load_tiny
 
 from ..models import FAMILIES, inputs, output, patched, relative_change
-from ..pipelines import dit_pipeline
-from ..processes import Processes
 from ..refusals import refused
 from .shared import (
     CAUSAL,
@@ -46,27 +41,32 @@ def test_a_training_step_reaches_every_weight_of_every_layer(name):
     assert all(((mixing > 0) & (mixing < 1)).all() for mixing in mixings(model))
 
 
-def test_mixing_is_clipped_after_every_step_until_the_hook_is_removed():
-    for clip in (True, False):
-        model = patched("sana", mixing_clip=clip)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        handle = register_mixing_clip(optimizer, model)
-        for direction in (100.0, -100.0):
-            for matrix in mixings(model):
-                matrix.grad = torch.full_like(matrix, direction)
-            optimizer.step()
-            assert all(bool(((matrix > 0) & (matrix < 1)).all()) is clip for matrix in mixings(model))
-        handle.remove()
+@pytest.mark.parametrize("clip", [True, False])
+def test_mixing_is_clipped_after_every_step_until_the_hook_is_removed(clip):
+    model = patched("sana", mixing_clip=clip)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = register_mixing_clip(optimizer, model)
+    for direction in (100.0, -100.0):
+        for matrix in mixings(model):
+            matrix.grad = torch.full_like(matrix, direction)
         optimizer.step()
-        assert all(matrix.max() > 1 for matrix in mixings(model))
+        assert all(bool(((matrix > 0) & (matrix < 1)).all()) is clip for matrix in mixings(model))
+    handle.remove()
+    optimizer.step()
+    assert all(matrix.max() > 1 for matrix in mixings(model))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [(None, "not patched"), ({"blocks": (2, 2, 3)}, "mixing matrix"), ({"density": 0.2}, "sparse")],
+)
+def test_an_optimizer_without_matrices_is_refused(settings, words):
     model = FAMILIES["wan"].build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for patch, words in (({}, "not patched"), ({"blocks": (2, 2, 3)}, "mixing matrix"), ({"density": 0.2}, "sparse")):
-        if patch:
-            mhla.remove_mhla(model)
-            mhla.apply_mhla(model, **patch)
-        with refused(words):
-            register_mixing_clip(optimizer, model)
+    if settings is not None:
+        mhla.apply_mhla(model, **settings)
+    with refused(words):
+        register_mixing_clip(optimizer, model)
 
 
 @pytest.mark.parametrize("settings", [{}, CAUSAL], ids=["MHLA", "causal"])
@@ -113,37 +113,10 @@ def test_gradient_checkpointing_recomputes_what_ran(name, settings):
         model(**inputs(name)).sample.sum().backward()
 
 
-class CudasFloat32Operations(TorchFunctionMode):
-    """What autocast does on CUDA and not on a CPU: some operations run in float32, and give float32.
-
-    From PyTorch's page on autocasting, with the norms that later versions added.
-    """
-
-    OPERATIONS = frozenset(
-        {
-            *(torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.exp, torch.Tensor.exp, torch.log),
-            *(torch.sum, torch.Tensor.sum, torch.prod, torch.cumsum, torch.norm, torch.rsqrt, torch.Tensor.rsqrt),
-            *(torch.softmax, torch.Tensor.softmax, torch.nn.functional.softmax, torch.nn.functional.mse_loss),
-            *(torch.nn.functional.layer_norm, torch.nn.functional.group_norm, torch.nn.functional.rms_norm),
-            *(torch.layer_norm, torch.rms_norm),
-        }
-    )
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self.OPERATIONS and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(torch.Tensor, _raised, (args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-def _raised(x):
-    return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
-
-
-@pytest.mark.parametrize("as_on_cuda", [False, True])
 @pytest.mark.parametrize(
     ("name", "settings"), [*((name, EVERYTHING) for name in ONE_PER_CLASS), ("wan", SPARSE), ("dit", SPARSE)], ids=str
 )
-def test_a_training_step_under_autocast(name, settings, as_on_cuda):
+def test_a_training_step_under_autocast(name, settings):
     """Weights in float32, products in bfloat16: near the step without autocast, and in the type of the weights."""
 
     def step(context):
@@ -155,38 +128,12 @@ def test_a_training_step_under_autocast(name, settings, as_on_cuda):
         return loss.detach(), {key: x.grad for key, x in model.named_parameters() if key.endswith(kinds)}
 
     expected, of_expected = step(nullcontext())
-    with CudasFloat32Operations() if as_on_cuda else nullcontext():
-        loss, found = step(torch.autocast("cpu", torch.bfloat16))
+    loss, found = step(torch.autocast("cpu", torch.bfloat16))
     # bfloat16 keeps 8 bits, and its roundings add up over layers
     assert abs(loss - expected) <= 0.05 * expected
     for path, gradient in of_expected.items():
         assert found[path].dtype == torch.float32
         assert relative_change(found[path], gradient) < 0.5, path
-
-
-def ddp_gradients(settings):
-    """Of a step on half of a batch in each process, averaged."""
-    rank, arguments = torch.distributed.get_rank(), inputs("wan")
-    half = {name: value[rank : rank + 1] for name, value in arguments.items()}
-    model = patched("wan", **settings)
-    parallel = DistributedDataParallel(model)
-    parallel(**half, return_dict=False)[0].square().mean().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-@pytest.mark.parametrize("settings", [{}, SPARSE], ids=["MHLA", "sparse"])
-def test_data_parallel_training_averages_the_gradients(settings):
-    processes = Processes(2)
-    try:
-        found, other = processes.run(ddp_gradients, settings)
-    finally:
-        processes.close()
-    model = patched("wan", **settings)
-    model(**inputs("wan"), return_dict=False)[0].square().mean().backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
-            assert torch.equal(found[name], other[name])
 
 
 # Types
@@ -241,20 +188,6 @@ def test_other_types(name, dtype, tolerance):
     assert {layer.gate.weight.dtype for layer in mhla.mhla_layers(cast_before).values()} == {dtype}
 
 
-@pytest.mark.parametrize("settings", [{}, {"mixing_init": "uniform"}, CAUSAL], ids=str)
-def test_a_default_type_is_not_that_of_a_patch(settings):
-    """Nor a default device: what MHLA keeps in float32 stays so, to the last bit."""
-    expected, model = patched("wan", **settings or EVERYTHING), FAMILIES["wan"].build()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            mhla.apply_mhla(model, next(iter(mhla.mhla_layers(expected).values())).config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for name, value in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value) and model.state_dict()[name].dtype == value.dtype, name
-
-
 # diffusers' own saving
 
 
@@ -274,20 +207,13 @@ def test_save_pretrained_writes_the_weights_and_from_pretrained_opens_the_unpatc
     assert torch.equal(output(opened, inputs(name)), output(model, inputs(name)))
 
 
-def test_a_saved_pipeline_of_a_patched_dit_names_the_class_of_diffusers(tmp_path):
-    """Whoever opens it need not have this package."""
-    pipe = mhla.apply_mhla(dit_pipeline(), blocks=(4, 2))
-    for one in (pipe, DiTPipeline(transformer=pipe.transformer, vae=pipe.vae, scheduler=pipe.scheduler)):
-        one.save_pretrained(tmp_path)
-        index = json.loads((tmp_path / "model_index.json").read_text())
-        assert index["transformer"] == ["diffusers", "DiTTransformer2DModel"]
-
-
 def test_a_patch_beside_diffusers_own_files_opens_without_a_warning(tmp_path, recwarn):
-    """The pipeline was loaded from the folder that its patch lies in, so the two belong together."""
+    """The pipeline was loaded from the folder that its patch lies in; whoever opens it need not have this package."""
     pipe = load_tiny("dit")
     mhla.save_mhla(mhla.apply_mhla(pipe, blocks=(4, 2)), tmp_path)
     pipe.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "DiTTransformer2DModel"]
     for again in (DiTPipeline.from_pretrained(tmp_path), DiTPipeline.from_pretrained(tmp_path).transformer):
         mhla.load_mhla(again, tmp_path)
     assert not [one for one in recwarn if "belong together" in str(one.message)]
