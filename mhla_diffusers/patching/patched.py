@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from ..attention.call import ContentRule
 from ..attention.layout import Shape
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Counts, Family, named_arguments
@@ -55,6 +56,7 @@ class Patched:
         self.replaced_weights: dict[str, torch.Tensor] = {}
         """Weights of the model that the patch replaced, as they were, on the CPU."""
         self.lora: str | None = None
+        self._rules: dict[Shape, ContentRule] = {}
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
 
@@ -178,7 +180,8 @@ class Patched:
             self._warn_of_processors()
             parallel = getattr(getattr(self.transformer, "_parallel_config", None), "context_parallel_config", None)
             return call if parallel is None else call._replace(split=parallel._flattened_mesh.get_group())
-        call = call._replace(rule=config.rule_on(grid))
+        rule = self._rules.get(grid) or self._rules.setdefault(grid, config.rule_on(grid))
+        call = call._replace(rule=rule)
         if not family.knows_layers:
             state = held()
             state.layer, state.part, state.over_grid = _FIRST, 0, 0
