@@ -72,18 +72,18 @@ def main(
 @expand_options(patch_options)
 def info(
     options: dict[str, Any],
-    patch: Annotated[
-        str | None, typer.Option(help="Show one patch: name, YAML path, or folder of a saved patch.")
-    ] = None,
-    as_report: Annotated[bool, typer.Option("--report", help="Plain text to paste into an issue.")] = False,
+    patch: Annotated[str | None, typer.Option(help="Show one patch: a name, YAML file or saved patch.")] = None,
+    as_report: Annotated[bool, typer.Option("--report", help="Print plain text to paste into an issue.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Count what a patch can bring to wan2.1-1.3b, dit-xl-2, … at most.")
+        str | None, typer.Option(help="Count the most a patch can save for wan2.1-1.3b, dit-xl-2, …")
     ] = None,
-    size: Annotated[str | None, typer.Option(help="Of the model: 720x1280, or 512; default: its first size.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps of a call; default: 50.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Height x width, such as 720x1280, or 512; default: the model's first.")
+    ] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; default: 50.")] = None,
 ) -> None:
-    """Versions, devices, backends, supported models and patches; with --model, FLOPs without and with a patch."""
+    """List versions, devices, models and patches; with --model, count FLOPs with and without a patch."""
     from .benchmark.info import print_any_patch, print_info, print_model, report
 
     changes: dict[str, Any] = options["patch_settings"]
@@ -92,7 +92,7 @@ def info(
         names = ", ".join(f"--{name.replace('_', '-')} {x}" for name, x in given.items() if x is not None)
         raise ValueError(f"{names} needs --model, such as --model wan2.1-1.3b.")
     if as_report and (model is not None or patch is not None):
-        raise ValueError("--report stands alone; leave --model and --patch out.")
+        raise ValueError("--report cannot be combined with --model or --patch.")
     if model is not None:
         print_model(model, size, frames, patch, changes, steps or 50)
     elif as_report:
@@ -105,16 +105,18 @@ def info(
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Option(help="Whose attention is checked: wan2.1-1.3b, flux-dev, …")] = "wan2.1-1.3b",
+    model: Annotated[
+        str, typer.Option(help="Model whose attention is checked: wan2.1-1.3b, flux-dev, …")
+    ] = "wan2.1-1.3b",
     size: Annotated[
-        str | None, typer.Option(help="480x832, or 512 for a square; smaller on a CPU if left out.")
+        str | None, typer.Option(help="480x832, or 512 for a square; the default is smaller on a CPU.")
     ] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 on a GPU and float32 on a CPU by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for check.md.")] = Path("outputs/check"),
 ) -> None:
-    """Does it work here, and does it pay: errors against float64, times beside every softmax, a verdict."""
+    """Check the kernels against float64, time them against softmax, and say whether a patch pays off."""
     from .checking import check as run
     from .files import write_text
 
@@ -130,14 +132,14 @@ def check(
 @expand_options(pipeline_options, patch_options)
 def audit(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
-    prompt: Annotated[str, typer.Argument(help="What to generate; a class for dit.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt; a class for dit.")],
     options: dict[str, Any],
     output: Annotated[Path, typer.Option(help="Folder for audit.json and audit.png.")] = Path("outputs/audit"),
-    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Noise seed.")] = 0,
 ) -> None:
-    """What a patch costs: error of every layer, head and step, and how much weight the block lists hold."""
+    """Measure the error of a patch by layer, head and step, and the softmax mass of the listed blocks."""
     if options["patch"] is None:
-        raise ValueError("There is nothing to audit without a patch; give --patch, such as --patch faithful.")
+        raise ValueError("audit needs a patch: give --patch, such as --patch faithful.")
     import torch
 
     from .auditing import audit as audit_model

@@ -14,7 +14,7 @@ bench = typer.Typer(help="Measure time and memory, side by side in one run.", no
 def run_options(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
-    output: Annotated[Path, typer.Option(help="Gets a folder for the device, with CSV and Markdown.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for results; each device gets its own in it.")] = Path(
         "outputs/benchmark"
     ),
 ) -> dict[str, Any]:
@@ -26,12 +26,10 @@ def run_options(
 
 
 def case_options(
-    model: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, …; several times.")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="480x832, or 512 for a square; several times.")] = None,
-    frames: Annotated[list[int] | None, typer.Option(help="Of videos; several times.")] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1e-9, help="Spent on each variant, as far as 3 to 30 repetitions allow.")
-    ] = 1.0,
+    model: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, …; repeatable.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="480x832, or 512 for a square; repeatable.")] = None,
+    frames: Annotated[list[int] | None, typer.Option(help="Frames of a video; repeatable.")] = None,
+    seconds: Annotated[float, typer.Option(min=1e-9, help="Time per variant, within 3 to 30 repetitions.")] = 1.0,
 ) -> dict[str, Any]:
     """Return which models at which sizes, and how long to measure."""
     return {"names": model, "sizes": size, "frames": frames, "seconds": seconds}
@@ -53,7 +51,7 @@ def _measure(command: str, options: dict[str, Any], benchmark: Callable[..., Non
 @bench.command("op")
 @expand_options(case_options, run_options)
 def bench_operator(options: dict[str, Any]) -> None:
-    """One attention: MHLA, sparse and plain linear attention against softmax, checked against float64 first."""
+    """Time one attention: MHLA, sparse and plain linear against softmax, after a check against float64."""
     from .operator import benchmark_operator
 
     _measure("op", options, benchmark_operator)
@@ -63,9 +61,9 @@ def bench_operator(options: dict[str, Any]) -> None:
 @expand_options(case_options, run_options)
 def bench_transformer(
     options: dict[str, Any],
-    compile: Annotated[bool | None, typer.Option(help="Time compiled blocks too; default: on a GPU.")] = None,
+    compile: Annotated[bool | None, typer.Option(help="Also time compiled blocks; default: only on a GPU.")] = None,
 ) -> None:
-    """Whole transformers with random weights: softmax through each backend against linear attentions."""
+    """Time whole transformers with random weights: every softmax backend against MHLA and sparse attention."""
     from .forward import benchmark_forward
 
     compiles = options["device"].type != "cpu" if compile is None else compile
@@ -76,15 +74,15 @@ def bench_transformer(
 @expand_options(patch_options, call_options, run_options)
 def bench_pipeline(
     options: dict[str, Any],
-    model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, or Hub id or folder.")] = "tiny-dit",
+    model: Annotated[str, typer.Option(help="tiny-dit, tiny-sana, tiny-wan, a Hub id or a folder.")] = "tiny-dit",
     patch: Annotated[
         list[str] | None,
-        typer.Option(help="A profile, a preset, a YAML file or a saved patch; several. Default: all profiles."),
+        typer.Option(help="Profile, preset, YAML file or saved patch; repeatable; default: all profiles."),
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: one of its own.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Calls of each, after one to warm up.")] = 3,
+    prompt_file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: a built-in one.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed calls of each, after a warm-up call.")] = 3,
 ) -> None:
-    """A whole call of a pipeline, unpatched and with patches, with PSNR and SSIM of the samples."""
+    """Time a whole call of a pipeline, unpatched and patched, with PSNR and SSIM of the samples."""
     from .measure import Results
     from .pipeline import benchmark_pipeline, choose_pipeline
 

@@ -14,31 +14,31 @@ from ..reporting import progress, text_table
 from .geneval import geneval_samples, geneval_score, write_geneval_metadata
 from .vbench import DIMENSIONS, read_results, suite_videos, total_scores, vbench_commands
 
-app = typer.Typer(help="Quality of generated images and videos.", no_args_is_help=True)
+app = typer.Typer(help="Score generated images and videos.", no_args_is_help=True)
 samples = typer.Typer(
     help="Generate a set of samples; accelerate launch shares the work between processes. Resumes where it stopped.",
     no_args_is_help=True,
 )
 app.add_typer(samples, name="samples")
 
-_SET = Annotated[Path, typer.Argument(help="Folder of the set.")]
-_OUTPUT = Annotated[Path | None, typer.Option(help="JSON file to write too.")]
-_DEVICE = Annotated[str, typer.Option(help="cpu, cuda, …, auto")]
+_SET = Annotated[Path, typer.Argument(help="Folder for the samples.")]
+_OUTPUT = Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")]
+_DEVICE = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
 
 
 @app.command()
 def fid(
     samples: Annotated[Path, typer.Argument(help="Folder of images or videos.")],
-    reference: Annotated[Path, typer.Argument(help="The same, or an npz with mu and sigma.")],
+    reference: Annotated[Path, typer.Argument(help="Folder of images or videos, or an npz with mu and sigma.")],
     extractor: Annotated[
         str, typer.Option(help="adm, clean, or package.module:callable: uint8 images (B, 3, H, W) to features (B, D).")
     ] = "adm",
-    weights: Annotated[Path | None, typer.Option(help="File with the weights of Inception.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Inception weights.")] = None,
     device: _DEVICE = "cpu",
     batch_size: Annotated[int, typer.Option(min=1, help="Images per call of the extractor.")] = 50,
     output: _OUTPUT = None,
 ) -> None:
-    """FID by the ADM suite's Inception or clean-fid's; FVD and others by a callable."""
+    """Compute FID with the ADM suite's or clean-fid's Inception, or with your own features."""
     from .extractors import load_extractor
     from .fid import measure_images
 
@@ -55,11 +55,11 @@ def _report(result: dict[str, Any], output: Path | None) -> None:
 
 @app.command()
 def vbench(
-    folder: Annotated[Path | None, typer.Argument(help="Folder of the set, of mhla eval samples vbench.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder written by mhla eval samples vbench.")] = None,
     source: Annotated[list[Path] | None, typer.Option("--from", help="Results of VBench: files or folders.")] = None,
     suite: Annotated[Path | None, typer.Option(help="VBench_full_info.json, which comes with VBench.")] = None,
     flickering: Annotated[
-        Path | None, typer.Option(help="The folder filtered_videos of VBench's static_filter.py, for its dimension.")
+        Path | None, typer.Option(help="The folder filtered_videos of VBench's static_filter.py.")
     ] = None,
     dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Repeatable; default: all.")] = None,
     output: _OUTPUT = None,
@@ -84,7 +84,7 @@ def clip(
     device: _DEVICE = "cpu",
     output: _OUTPUT = None,
 ) -> None:
-    """CLIP score as SANA reports it: 100 times the cosine of image and prompt, averaged."""
+    """Compute the CLIP score as SANA reports it: 100 times the mean cosine of image and prompt."""
     from .clip import ClipScorer
     from .compare import score_samples
     from .images import require_samples
@@ -99,14 +99,16 @@ def geneval_results(
     results: Annotated[Path, typer.Argument(help="results.jsonl of GenEval's evaluate_images.py.")],
     output: _OUTPUT = None,
 ) -> None:
-    """GenEval's score from its evaluator's results; mhla eval samples geneval generates the images."""
+    """Compute GenEval's score from its evaluator's results; eval samples geneval generates the images."""
     _report(geneval_score(results), output)
 
 
 @app.command("compare")
 def compare_variants(
     sets: Annotated[list[Path], typer.Argument(help="Folders of sample sets, the baseline first.")],
-    clip_model: Annotated[str | None, typer.Option(help="Hub id or folder, for the CLIP score.")] = None,
+    clip_model: Annotated[
+        str | None, typer.Option(help="Hub id or folder of a CLIP model, for the CLIP score.")
+    ] = None,
     score: Annotated[
         list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; repeatable.")
     ] = None,
@@ -114,7 +116,7 @@ def compare_variants(
     device: _DEVICE = "cpu",
     output: _OUTPUT = None,
 ) -> None:
-    """Compare variants over the same samples: scores, differences from the first set, similarity to it."""
+    """Compare sample sets from the same noise: scores, and similarity to the first set."""
     from ..generation.similarity import load_similarities
     from .clip import ClipScorer
     from .compare import SampleScore, compare_sets, read_variants, score_table
@@ -148,7 +150,7 @@ def compare_variants(
 
 def set_options(
     family: Annotated[str, typer.Option(help="wan, flux, mochi, …; mhla info lists all.")],
-    seed: Annotated[int, typer.Option(help="Of the set.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the set.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
 ) -> dict[str, Any]:
     """Return the options of every set as arguments of :class:`SampleSet`."""
@@ -162,10 +164,10 @@ _SAMPLES = expand_options(pipeline_options, patch_options, set_options)
 @_SAMPLES
 def classes(
     output: _SET,
-    count: Annotated[int, typer.Option(min=1, help="How many images; 50000 for ImageNet.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of images; 50000 for ImageNet.")],
     options: dict[str, Any],
 ) -> None:
-    """Images of classes, each as often as any other, as FID on ImageNet needs them."""
+    """Generate equally many images of every class, as FID on ImageNet needs."""
     from ..generation.pipelines import classes_of, family_named
 
     family = options["family"]
@@ -182,7 +184,7 @@ def geneval_set(
     metadata: Annotated[Path, typer.Argument(help="GenEval's evaluation_metadata.jsonl.")],
     options: dict[str, Any],
 ) -> None:
-    """Images of GenEval's prompts, laid out as its evaluator reads them."""
+    """Generate images of GenEval's prompts, laid out for its evaluator."""
     entries = read_json_lines(metadata)
     _generate(options, output, geneval_samples(entries))
     write_geneval_metadata(entries, output)
@@ -194,9 +196,9 @@ def vbench_set(
     output: _SET,
     suite: Annotated[Path, typer.Argument(help="VBench_full_info.json, which comes with VBench.")],
     options: dict[str, Any],
-    all_flickering: Annotated[bool, typer.Option(help="25 videos of each temporal flickering prompt.")] = False,
+    all_flickering: Annotated[bool, typer.Option(help="Generate 25 videos per temporal flickering prompt.")] = False,
 ) -> None:
-    """Videos of VBench's prompts, named as it reads them."""
+    """Generate videos of VBench's prompts, named as VBench expects."""
     _generate(options, output, suite_videos(read_json(suite), all_flickering=all_flickering))
 
 

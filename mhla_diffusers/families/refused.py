@@ -8,8 +8,7 @@ REFUSED = {
         "AnyFlowTransformer3DModel of AnyFlowPipeline"
     ),
     "Kandinsky6SRTransformer3DModel": (
-        "its attention (nabla) is already sparse. Patch Kandinsky6Transformer3DModel, which makes the video that it "
-        "enlarges"
+        "its attention (nabla) is already sparse. Patch Kandinsky6Transformer3DModel, whose video it upscales"
     ),
     "WanAnimate2Transformer3DModel": (
         "each frame attends to reference keys that no other frame may see, and all queries see extra tokens. Patch "

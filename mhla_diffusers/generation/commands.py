@@ -13,18 +13,18 @@ def generate_command(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
     options: dict[str, Any],
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="One or more prompts; classes by number or name for dit.")
+        list[str] | None, typer.Argument(help="One or more prompts; for dit, class names or numbers.")
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="Further prompts, one per line; or a .csv or .jsonl with columns text and image."),
+        typer.Option(help="More prompts: one per line, or a .csv or .jsonl with columns text and image."),
     ] = None,
     image: Annotated[
-        Path | None, typer.Option(help="Picture for image-to-video, of all prompts without one in the file.")
+        Path | None, typer.Option(help="Image for image-to-video, for prompts without one in the file.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder; default outputs/<family>.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder; default: outputs/<family>.")] = None,
     seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="Of the noise, default 0; repeat for more samples.")
+        list[int] | None, typer.Option("--seed", help="Noise seed, default 0; repeat for more samples.")
     ] = None,
 ) -> None:
     """Generate images or videos, one per prompt and seed. Resumes where it stopped; accelerate launch shares the work.

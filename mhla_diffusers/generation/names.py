@@ -42,16 +42,16 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
 
 def pipeline_options(
     model: Annotated[
-        str, typer.Option(help="Hub id, folder, or tiny-wan, tiny-sana, tiny-dit; default: the tiny one.")
+        str, typer.Option(help="Hub id, folder, or tiny-wan, tiny-sana, tiny-dit; default: the family's tiny one.")
     ] = "",
     patch: Annotated[
         str | None,
-        typer.Option(help="Profile (faithful, balanced, fast), preset or YAML file; or adapted: folder or Hub id."),
+        typer.Option(help="Profile (faithful, balanced, fast), preset, YAML file, or saved patch (folder or Hub id)."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights: float32, bfloat16, float16; default: bfloat16 on a GPU, else float32."),
+        typer.Option(help="float32, bfloat16 or float16; default: bfloat16 on a GPU, else float32."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -69,10 +69,10 @@ def pipeline_options(
 
 
 def call_options(
-    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; if the call takes one.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Scale of classifier-free guidance.")] = None,
+    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
 ) -> dict[str, Any]:
     """Return arguments of a pipeline's call, as ``settings``."""
     height, width = (None, None) if size is None else parse_size(size)
@@ -82,14 +82,12 @@ def call_options(
 
 def patch_options(
     density: Annotated[
-        float | None, typer.Option(help="Share of block pairs that attend exactly; .1 if faithful.")
+        float | None, typer.Option(help="Share of block pairs with exact softmax; faithful has .1.")
     ] = None,
-    dense_first: Annotated[str | None, typer.Option(help="First steps with full attention: 3, or 0.2 of them.")] = None,
-    dense_last: Annotated[str | None, typer.Option(help="Last steps with full attention, likewise.")] = None,
-    dense_every: Annotated[
-        int | None, typer.Option(help="One dense step every this many steps, to correct the others; 0: never.")
-    ] = None,
-    dense_layers: Annotated[int | None, typer.Option(help="First layers with full attention.")] = None,
+    dense_first: Annotated[str | None, typer.Option(help="Dense steps at the start: 3, or 0.2 for a share.")] = None,
+    dense_last: Annotated[str | None, typer.Option(help="Dense steps at the end, likewise.")] = None,
+    dense_every: Annotated[int | None, typer.Option(help="One dense step every this many steps; 0: never.")] = None,
+    dense_layers: Annotated[int | None, typer.Option(help="Number of first layers that stay dense.")] = None,
 ) -> dict[str, Any]:
     """Return settings that change those of a patch, as ``patch_settings``."""
     shares = {"dense_first": dense_first, "dense_last": dense_last}

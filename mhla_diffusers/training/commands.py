@@ -16,13 +16,13 @@ _Precision = Annotated[str, typer.Option("--precision", help="bf16, or no for fl
 
 
 def finetune_command(
-    config: Annotated[Path, typer.Argument(help="YAML file, for example one of finetune/configs.")],
+    config: Annotated[Path, typer.Argument(help="YAML file, such as one of finetune/configs.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=200.")] = None,
     resume: Annotated[
-        str | None, typer.Option(help='Path of a checkpoint, or "latest"; without one, "latest" starts a new run.')
+        str | None, typer.Option(help='Checkpoint folder, or "latest", which starts a new run if there is none.')
     ] = None,
 ) -> None:
-    """Adapt a patched model; accelerate launch finetune/adapt.py takes the same arguments on several devices."""
+    """Adapt a patched model. On several devices, use accelerate launch finetune/adapt.py with the same arguments."""
     from ..devices import is_first_process
     from .config import TrainingConfig
     from .finetune import finetune
@@ -36,10 +36,10 @@ def finetune_command(
 
 
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run for its latest one.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run for its latest checkpoint.")],
     output: Annotated[Path, typer.Option(help="New folder for the weights.")],
 ) -> None:
-    """Make a patch of a checkpoint, as the run's result would be: of the moving average where there is one."""
+    """Save a checkpoint as a patch, with the moving average of the weights if there is one."""
     from .finetune import export_checkpoint
 
     _log_lines()
@@ -50,21 +50,23 @@ def export_command(
 def clip_options(
     frames: Annotated[
         list[int] | None,
-        typer.Option(help="Of a clip; repeat for several lengths, 1 for pictures; default: the model's, 81 for Wan."),
+        typer.Option(
+            help="Frames of a clip; repeat for several lengths; 1 for images; default: the model's, 81 for Wan."
+        ),
     ] = None,
     fps: Annotated[float | None, typer.Option(help="Frames per second; default: the model's, 16 for Wan.")] = None,
     sizes: Annotated[
         list[str] | None,
         typer.Option(
             "--size",
-            help="480x832, height first, or 512 for a square; repeat for buckets. auto adds usual aspect ratios.",
+            help="480x832, height first, or 512 for a square; repeat for buckets; auto adds usual aspect ratios.",
         ),
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="A clip begins every so many frames; default: one, at the start.")
+        int | None, typer.Option(help="Frames between the starts of clips; default: one clip, at the start.")
     ] = None,
     upscale: Annotated[
-        bool, typer.Option("--upscale", help="Enlarge files that are too small, else left out.")
+        bool, typer.Option("--upscale", help="Upscale files that are too small instead of leaving them out.")
     ] = False,
 ) -> dict[str, Any]:
     """Return the arguments of :meth:`DataModel.clips`."""
@@ -75,9 +77,7 @@ def clip_options(
 def data_command(
     source: Annotated[Path, typer.Argument(help="Folder of videos or images with captions, or of latents.")],
     options: dict[str, Any],
-    model: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the pipeline to encode with; not needed for latents.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder of the pipeline; not needed for latents.")] = None,
 ) -> None:
     """Summarize a folder of videos, images or latents: what is used, what is left out, and why."""
     from ..reporting import progress
@@ -91,7 +91,7 @@ def data_command(
     if (source / INDEX_NAME).is_file():
         files = read_index(source)[1]
     elif data is None:
-        raise ValueError(f"What is cut out of {source} depends on the model; give --model.")
+        raise ValueError(f"How clips are cut from {source} depends on the model; give --model.")
     else:
         clips, found = data.clips(**options), find_media(source)
         data.check_captions(found)
@@ -131,15 +131,15 @@ def synthesize_command(
     model: _Model,
     prompts: Annotated[Path, typer.Option(help="One prompt per line, or a .csv or .jsonl with a column text.")],
     output: _Output,
-    frames: Annotated[int | None, typer.Option(help="Per video; default: the model's, 81 for Wan.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames per video; default: the model's, 81 for Wan.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; default: the model's.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Of the sampler.")] = 50,
-    guidance: Annotated[float, typer.Option(min=0, help="Scale of classifier-free guidance.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 50,
+    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale.")] = 5.0,
+    seed: Annotated[int, typer.Option(help="Noise seed.")] = 0,
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:
-    """Make latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
+    """Generate latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
     from ..generation.names import read_prompts
     from .data.cache import SourceFile
     from .data.encode import synthesize

@@ -11,18 +11,20 @@ from ..generation.names import call_options, expand_options, read_prompts
 @expand_options(call_options)
 def tune_command(
     model: Annotated[str, typer.Argument(help="tiny-wan (or wan), or the Hub id or folder of a pipeline.")],
-    prompts: Annotated[Path, typer.Option(help="Two to ten of yours, one per line; the first decides what is tried.")],
+    prompts: Annotated[Path, typer.Option(help="File with two to ten prompts, one per line, most typical first.")],
     options: dict[str, Any],
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise, the same in every call.")] = 0,
-    psnr: Annotated[float | None, typer.Option(help="Target in dB against the unpatched clips; default: 30.")] = None,
-    speedup: Annotated[float | None, typer.Option(help="Target as a multiple of the unpatched speed, instead.")] = None,
-    minutes: Annotated[float, typer.Option(help="After which no further call is begun.")] = 30,
-    cache: Annotated[bool, typer.Option("--cache", help="Also try First Block Cache, alone and beside.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Noise seed of every call.")] = 0,
+    psnr: Annotated[float | None, typer.Option(help="Target in dB to the unpatched clips; default: 30.")] = None,
+    speedup: Annotated[
+        float | None, typer.Option(help="Target speedup over the unpatched model, instead of --psnr.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Start no call after this many minutes.")] = 30,
+    cache: Annotated[bool, typer.Option("--cache", help="Also try First Block Cache, alone and with a patch.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Of the weights; default: bfloat16 on a GPU, else float32.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the run; default outputs/tune/<model>.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; default: outputs/tune/<model>.")] = None,
 ) -> None:
-    """Find the settings that suit a model, on your machine with your prompts; goes on where it stopped.
+    """Find settings for a model, on your GPU with your prompts. Resumes where it stopped.
 
     Exits with 3 if no candidate reaches the target.
     """
@@ -61,11 +63,11 @@ def tune_command(
             settings={"model": name, **call, "dtype": choice.dtype, "seed": seed},
         )
     except KeyboardInterrupt:
-        typer.echo("Stopped. The same command goes on.", err=True)
+        typer.echo("Stopped. Repeat the command to resume.", err=True)
         raise
     typer.echo(f"Wrote {tuned.file.with_name('tune.html')}")
     if tuned.best.speedup < 1:
-        typer.echo("Slower than unpatched: leave the patch off at this size, and tune at the size that you use.")
+        typer.echo("Slower than unpatched: leave the patch off at this size.")
     typer.echo(str(tuned))
     if not tuned.is_met:
         raise typer.Exit(3)
