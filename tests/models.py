@@ -106,33 +106,32 @@ class ModelCase:
     """One model to test, with what fits it."""
 
     build: Callable[[], nn.Module]
-    blocks: tuple[int, ...]
-    """Block counts that divide ``grid``."""
-    latents: tuple[int, ...]
-    """Channels and size of the usual input."""
-    grid: tuple[int, ...]
-    """Token grid of the usual input."""
-    ragged: tuple[int, ...]
-    """Channels and size of an input whose token grid the block counts do not divide."""
-    ragged_grid: tuple[int, ...]
+    channels: int
+    """Of the usual input."""
     self_attentions: int
     """Number of layers that can be patched."""
+    blocks: tuple[int, ...]
+    """Block counts that divide ``grid``."""
+    grid: tuple[int, ...]
+    """Token grid of the usual input."""
+    ragged_grid: tuple[int, ...]
+    """Token grid that the block counts do not divide."""
+    patch: int = 2
+    """Latent pixels of a token, in height and width."""
 
 
 _VIDEO = {"blocks": (2, 2, 3), "grid": (4, 4, 6), "ragged_grid": (3, 5, 4)}
-_IMAGE = {"blocks": (4, 2), "grid": (8, 8)}
+_IMAGE = {"blocks": (4, 2), "grid": (8, 8), "ragged_grid": (7, 5), "patch": 1}
 
 FAMILIES = {
-    "wan": ModelCase(wan, latents=(16, 4, 8, 12), ragged=(16, 3, 10, 8), self_attentions=4, **_VIDEO),
-    "wan_i2v": ModelCase(wan_i2v, latents=(36, 4, 8, 12), ragged=(36, 3, 10, 8), self_attentions=3, **_VIDEO),
-    "wan_ti2v": ModelCase(wan_ti2v, latents=(8, 4, 8, 12), ragged=(8, 3, 10, 8), self_attentions=3, **_VIDEO),
-    "wan_vace": ModelCase(wan_vace, latents=(16, 4, 8, 12), ragged=(16, 3, 10, 8), self_attentions=5, **_VIDEO),
-    "sana": ModelCase(sana, latents=(4, 8, 8), ragged=(4, 7, 5), ragged_grid=(7, 5), self_attentions=3, **_IMAGE),
-    "sana_qk_norm": ModelCase(
-        sana_qk_norm, latents=(4, 8, 8), ragged=(4, 7, 5), ragged_grid=(7, 5), self_attentions=3, **_IMAGE
-    ),
+    "wan": ModelCase(wan, 16, 4, **_VIDEO),
+    "wan_i2v": ModelCase(wan_i2v, 36, 3, **_VIDEO),
+    "wan_ti2v": ModelCase(wan_ti2v, 8, 3, **_VIDEO),
+    "wan_vace": ModelCase(wan_vace, 16, 5, **_VIDEO),
+    "sana": ModelCase(sana, 4, 3, **_IMAGE),
+    "sana_qk_norm": ModelCase(sana_qk_norm, 4, 3, **_IMAGE),
     # diffusers' DiT takes square latents only
-    "dit": ModelCase(dit, latents=(4, 16, 16), ragged=(4, 14, 14), ragged_grid=(7, 7), self_attentions=4, **_IMAGE),
+    "dit": ModelCase(dit, 4, 4, blocks=(4, 2), grid=(8, 8), ragged_grid=(7, 7)),
 }
 """Every model that can be patched, by name."""
 
@@ -152,7 +151,8 @@ def inputs(name: str, *, batch: int = 2, ragged: bool = False, seed: int = 1) ->
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(batch, *shape, generator=generator)
 
-    latents = draw(*(family.ragged if ragged else family.latents))
+    grid = family.ragged_grid if ragged else family.grid
+    latents = draw(family.channels, *grid[:-2], *(family.patch * count for count in grid[-2:]))
     timestep = torch.tensor([500, 250, 750])[:batch]
     result: dict[str, Any] = {"hidden_states": latents, "timestep": timestep}
     if name == "dit":
@@ -165,8 +165,7 @@ def inputs(name: str, *, batch: int = 2, ragged: bool = False, seed: int = 1) ->
     if name == "wan_i2v":
         result["encoder_hidden_states_image"] = draw(5, 8)
     if name == "wan_ti2v":
-        tokens = torch.Size(family.ragged_grid if ragged else family.grid).numel()
-        result["timestep"] = (timestep[:, None] * (torch.arange(tokens) % 2)).long()
+        result["timestep"] = (timestep[:, None] * (torch.arange(torch.Size(grid).numel()) % 2)).long()
     if name == "wan_vace":
         result["control_hidden_states"] = draw(12, *latents.shape[2:])
     return result

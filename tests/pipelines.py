@@ -36,23 +36,6 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _wan_parts(text_channels: int, vae: dict[str, Any]) -> dict[str, Any]:
-    encoder = UMT5Config(vocab_size=16, d_model=text_channels, d_kv=8, d_ff=16, num_layers=1, num_heads=4)
-    settings = {
-        "base_dim": 3,
-        "z_dim": 16,
-        "dim_mult": [1, 1, 1, 1],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True, True],
-    }
-    return {
-        "tokenizer": word_tokenizer(),
-        "text_encoder": seeded(UMT5EncoderModel, config=encoder),
-        "vae": seeded(AutoencoderKLWan, noise=0.05, **(settings | vae)),
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
-    }
-
-
 def wan_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **components: Any) -> WanPipeline:
     """Wan 2.1 text-to-video.
 
@@ -62,8 +45,23 @@ def wan_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **c
         components: of the pipeline, in place of those made here.
     """
     transformer = transformer or wan()
-    parts = _wan_parts(transformer.config.text_dim, vae or {})
-    return quiet(WanPipeline(**{"transformer": transformer, **parts, **components}))
+    width = transformer.config.text_dim
+    encoder = UMT5Config(vocab_size=16, d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=4)
+    settings = {
+        "base_dim": 3,
+        "z_dim": 16,
+        "dim_mult": [1, 1, 1, 1],
+        "num_res_blocks": 1,
+        "temperal_downsample": [False, True, True],
+    }
+    parts = {
+        "transformer": transformer,
+        "tokenizer": word_tokenizer(),
+        "text_encoder": seeded(UMT5EncoderModel, config=encoder),
+        "vae": seeded(AutoencoderKLWan, noise=0.05, **(settings | (vae or {}))),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
+    }
+    return quiet(WanPipeline(**{**parts, **components}))
 
 
 def wan22_pipeline() -> WanPipeline:
@@ -176,7 +174,7 @@ PIPELINES = {
 """Every pipeline that can be patched, by name."""
 
 
-def generate(name: str, pipe: Any) -> torch.Tensor:
+def generate(name: str, pipe: Any, **settings: Any) -> torch.Tensor:
     """Images or a video of pipeline ``name``, from a fixed seed."""
-    result = pipe(**PIPELINES[name].call, generator=torch.Generator().manual_seed(3))
+    result = pipe(**PIPELINES[name].call | settings, generator=torch.Generator().manual_seed(3))
     return result.frames if hasattr(result, "frames") else result.images

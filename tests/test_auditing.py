@@ -16,7 +16,7 @@ from mhla_diffusers.families import get_family
 
 from . import models
 from .evaluation.pictures import mhla as command
-from .patching.shared import assert_same_footprint, footprint
+from .families.cases import footprint
 from .pipelines import PIPELINES, generate, quiet, sana_pipeline, wan22_pipeline
 from .refusals import refused
 
@@ -58,7 +58,7 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change_and_the_model_i
     run = lambda: models.output(model, models.inputs(name))  # noqa: E731
     before, expected = footprint(model), run()
     found = mhla.audit(model, run)
-    assert_same_footprint(model, before)
+    assert footprint(model) == before
     assert torch.equal(run(), expected)
     original = models.output(models.FAMILIES[name].build(), models.inputs(name))
     for index, layer in enumerate(found.layers):

@@ -241,16 +241,6 @@ def test_another_scale_and_hidden_keys_are_sparse(caplog):
     assert lines(caplog) == ["sparse in 1 of 1 attentions"]
 
 
-def test_guided_tokens_are_dense_and_counted(caplog):
-    patched = patch_model(ModelPatcher(), settings())
-    query, key, value = (x.transpose(1, 2) for x in tensors())
-    guided = query[:, :, :9], key, value, HEADS, torch.zeros(9, 240)
-    model = WanModel(lambda options: attend(*guided, skip_reshape=True, transformer_options=options))
-    (output,) = sample(patched, lambda: model.forward(patched))
-    torch.testing.assert_close(output, attend(*guided, skip_reshape=True, transformer_options={}), atol=0, rtol=0)
-    assert lines(caplog)[-1].startswith("sparse in 0 of 1 attentions, 1 dense: 9 queries of 240 keys")
-
-
 SCHEDULE = torch.linspace(1, 0, 11)
 EVERY = SCHEDULE[:-1].tolist()
 
@@ -331,25 +321,22 @@ def test_a_step_that_is_evaluated_again_as_by_heun_is_corrected_all_the_same():
     assert max(sum(errors[1:], [])) < 0.2
 
 
-def test_layers_count_single_blocks_behind_double_ones():
-    patched = patch_model(ModelPatcher(), settings(dense_layers=3))
-    attention = self_attention(120 + TEXT)
-    blocks = [("double", 0), ("double", 1), ("single", 0), ("single", 1)]
-
-    def attentions(options):
-        return [attention({**options, "block_type": kind, "block_index": index}) for kind, index in blocks]
-
-    outputs = Flux(attentions).forward(patched, latent=torch.zeros(2, 4, 24, 19))
-    assert [torch.equal(output, attention({})) for output in outputs] == [True, True, True, False]
-
-
-def test_layers_are_counted_where_the_model_does_not_tell_them():
-    patched = patch_model(ModelPatcher(), settings(dense_layers=1))
-    attention = self_attention()
-    model = LTXVModel(lambda options: [attention(options) for _ in range(3)])
+@pytest.mark.parametrize(
+    ("model", "told", "dense_layers"),
+    [
+        # single blocks are counted behind double ones
+        (Flux, [("double", 0), ("double", 1), ("single", 0), ("single", 1)], 3),
+        (LTXVModel, [None] * 3, 1),  # which tells no layers, so they are counted
+    ],
+)
+def test_first_layers_stay_dense(model, told, dense_layers):
+    latent, tokens = (torch.zeros(2, 4, 24, 19), 120 + TEXT) if model is Flux else (torch.zeros(2, 4, *GRID), 240)
+    patched, attention = patch_model(ModelPatcher(), settings(dense_layers=dense_layers)), self_attention(tokens)
+    blocks = [{"block_type": one[0], "block_index": one[1]} if one else {} for one in told]
+    running = model(lambda options: [attention({**options, **block}) for block in blocks])
     for _ in range(2):
-        outputs = model.forward(patched, latent=torch.zeros(2, 4, *GRID))
-        assert [torch.equal(output, attention({})) for output in outputs] == [True, False, False]
+        outputs = running.forward(patched, latent=latent)
+        assert [torch.equal(x, attention({})) for x in outputs] == [i < dense_layers for i in range(len(told))]
 
 
 @pytest.mark.parametrize("order", ["backend first", "node first"])
@@ -375,13 +362,6 @@ def test_a_model_attention_backend_is_the_dense_attention_in_either_order(order)
     assert seen == [TEXT, TEXT]
 
 
-def test_a_second_node_replaces_the_first(caplog):
-    patched = patch_model(patch_model(ModelPatcher(), settings()), settings(dense_layers=1))
-    (output,) = sample(patched, lambda: WanModel(self_attention()).forward(patched, options={"block_index": 0}))
-    torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
-    assert lines(caplog)[-1] == "sparse in 0 of 1 attentions, 1 dense: first layers"
-
-
 def test_the_original_stays_as_it_is_and_a_clone_keeps_the_patch():
     original = ModelPatcher({"wrappers": {"outer_sample": {"other": [len]}}}, sampler_cfg_function=len)
     before = copy.deepcopy(original.model_options)
@@ -391,6 +371,9 @@ def test_the_original_stays_as_it_is_and_a_clone_keeps_the_patch():
     assert patched.model_options["sampler_cfg_function"] is len
     output = WanModel(self_attention()).forward(patched.clone().clone())
     torch.testing.assert_close(output, operator(*tensors()), atol=0, rtol=0)
+    second = patch_model(patched, settings(dense_layers=1))  # a second node replaces the first
+    output = WanModel(self_attention()).forward(second, options={"block_index": 0})
+    torch.testing.assert_close(output, self_attention()({}), atol=0, rtol=0)
 
 
 def test_an_override_in_the_way_is_told(caplog):

@@ -155,15 +155,6 @@ def test_cross_attention_is_no_self_attention_that_failed(settings, lines, backe
     assert lines() == []
 
 
-def test_dense_attention_is_a_choice_of_the_engine(settings, backend, monkeypatch):
-    """cuDNN's, the choice for Blackwell, refuses what it lacks a kernel for if a user has selected it."""
-    from vllm_omni.diffusion.attention.backends.cudnn_attn import CuDNNAttentionBackend
-
-    monkeypatch.setattr(backend, "_dense_backend", lambda head_dim: CuDNNAttentionBackend)
-    arguments = {"num_heads": 2, "head_size": 24, "softmax_scale": 24**-0.5, "backend_explicit": True}
-    assert not backend.MHLAImpl(**arguments).dense.backend_explicit
-
-
 def test_tokens_before_a_video_attend_to_everything_and_padding_takes_no_part(settings, backend):
     """MiniMax-H3's sequence: text and sound, the video, and padding that a mask may hide."""
     settings(MHLA_DENSITY="0.15")

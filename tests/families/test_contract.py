@@ -273,5 +273,7 @@ def test_diffusers_own_form_reads_the_grid_off_rotary_tables(name: str) -> None:
     case = case_of(name)
     model, other = case.transformer(), mhla.apply_mhla(case.transformer(), **plain(name))
     model.set_attn_processor(mhla.MHLAProcessor(**plain(name)))
-    for arguments in (*both(case), case.inputs()):
+    wide = case.inputs()
+    tall = {**wide, "hidden_states": wide["hidden_states"].mT}  # of as many tokens
+    for arguments in (*both(case), tall, wide):
         assert torch.equal(output(model, arguments), output(other, arguments))

@@ -21,6 +21,7 @@ from mhla_diffusers.tiny import call_settings, load_tiny, loading
 
 from ..evaluation.pictures import mhla as in_process
 from ..evaluation.pictures import write_pictures
+from ..families.test_image_to_video import _wan_pipeline
 
 FAST = {"num_inference_steps": 2}
 FAST_SET = ("--set", "num_inference_steps=1")
@@ -212,13 +213,10 @@ def test_file_names_are_safe(tmp_path, text):
     assert file.exists()
 
 
-def test_file_names_keep_letters_of_every_script():
+def test_file_names_keep_letters_of_every_script_and_stay_apart():
     for prompt in ("a seven moving left", "七向左移动", "семёрка влево"):
         assert name_of_prompt(prompt) == prompt.replace(" ", "-")
     assert name_of_prompt("Eine Straße, nachts").startswith("eine-straße-nachts-")
-
-
-def test_prompts_whose_letters_are_the_same_stay_apart():
     alike = ["a cat", "a cat!", "A cat", "a  cat", "a-cat", "", "empty", "!", "x" * 61, "x" * 62, "e\u0301", "\u00e9"]
     assert len(set(map(name_of_prompt, alike))) == len(alike)
 
@@ -269,16 +267,14 @@ def test_results_that_are_not_finite_are_refused_with_their_prompt(tmp_path, fam
     assert not list((tmp_path / "made").glob("0*"))
 
 
-def _shown(tmp_path: Path) -> str:
+@pytest.fixture
+def shown(tmp_path):
     """A folder with an image-to-video pipeline."""
-    from ..families.test_image_to_video import _wan_pipeline
-
-    folder = tmp_path / "wan-i2v"
-    _wan_pipeline().save_pretrained(folder)
-    return str(folder)
+    _wan_pipeline().save_pretrained(tmp_path / "wan-i2v")
+    return tmp_path / "wan-i2v"
 
 
-def test_pictures_are_shown_to_an_image_to_video_pipeline(tmp_path, monkeypatch):
+def test_pictures_are_shown_to_an_image_to_video_pipeline(tmp_path, shown, monkeypatch):
     given = []
 
     def call(self, pipe, prompts, generators, **settings):
@@ -290,7 +286,7 @@ def test_pictures_are_shown_to_an_image_to_video_pipeline(tmp_path, monkeypatch)
         Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
     (tmp_path / "prompts.csv").write_text("text,image\na cat,blue.png\na dog,\n")
     asked = ("a ball", "--prompt-file", tmp_path / "prompts.csv", "--image", tmp_path / "red.png")
-    asked += ("--model", _shown(tmp_path), "--output", tmp_path / "out")
+    asked += ("--model", shown, "--output", tmp_path / "out")
     for _ in range(2):  # the second time nothing is generated
         ended = in_process("generate", "wan", *map(str, asked))
         assert ended.exit_code == 0, ended.output
@@ -314,9 +310,9 @@ def test_photographs_are_shown_upright(tmp_path):
     assert found.getpixel((4, 0)) == (0, 0, 255) and found.getpixel((4, 15)) == (255, 0, 0)
 
 
-def test_files_that_are_no_pictures_are_refused(tmp_path):
+def test_files_that_are_no_pictures_are_refused(tmp_path, shown):
     (tmp_path / "text.png").write_text("no picture")
+    asked = ("generate", "wan", "a cat", "--model", shown, "--output", tmp_path / "out", "--image")
     for name, message in (("none.png", "There is no picture"), ("text.png", "not a readable image")):
-        asked = ("wan", "a cat", "--model", _shown(tmp_path), "--image", tmp_path / name, "--output", tmp_path / "out")
-        ended = in_process("generate", *asked)
+        ended = in_process(*asked, tmp_path / name)
         assert ended.exit_code == 1 and message in str(ended.exception), ended.output

@@ -3,11 +3,7 @@
 import pytest
 
 from mhla_diffusers import SparseConfig
-from mhla_diffusers.generation.names import (
-    parse_settings,
-    patch_options,
-    read_prompts,
-)
+from mhla_diffusers.generation.names import parse_settings, patch_options, read_prompts
 
 
 def test_settings_are_typed():
@@ -40,15 +36,20 @@ def test_settings_that_are_none_or_that_the_call_does_not_take_are_refused(call,
         call(*given)
 
 
-def test_prompts_are_lines_or_a_column(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content", "pictures"),
+    [
+        ("a.txt", "a\u2028seven\r\na\x0bfour\n", (None, None)),
+        ("a.csv", "number,text\n1,a\u2028seven\n2,a\x0bfour\n", (None, None)),
+        ("A.CSV", 'image,text\na.png ,"a\u2028seven"\n,a\x0bfour \n', ("a.png", None)),
+        ("a.jsonl", '{"text": "a\u2028seven"}\n{"text": "a\\u000bfour", "image": "b/c.png"}\n', (None, "b/c.png")),
+    ],
+)
+def test_prompts_are_lines_or_a_column_and_pictures_another(name, content, pictures, tmp_path):
     """Lines end where an editor ends them."""
-    for name, content in (
-        ("a.txt", "a\u2028seven\r\na\x0bfour\n"),
-        ("a.csv", "number,text\n1,a\u2028seven\n2,a\x0bfour\n"),
-        ("a.jsonl", '{"text": "a\u2028seven"}\n{"text": "a\\u000bfour"}\n'),
-    ):
-        (tmp_path / name).write_text(content, newline="")
-        assert read_prompts(tmp_path / name) == (("a\u2028seven", None), ("a\x0bfour", None))
+    (tmp_path / name).write_text(content, newline="")
+    first, second = (None if one is None else tmp_path / one for one in pictures)
+    assert read_prompts(tmp_path / name) == (("a\u2028seven", first), ("a\x0bfour", second))
 
 
 @pytest.mark.parametrize(
@@ -68,16 +69,3 @@ def test_files_that_hold_no_prompts_are_refused(name, content, named, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=named):
         read_prompts(tmp_path / name)
-
-
-def test_prompts_and_pictures_come_from_columns(tmp_path):
-    rows, lines, text = (tmp_path / f"prompts.{kind}" for kind in ("csv", "jsonl", "txt"))
-    rows.write_text("image,text\na.png,a seven\n,a four\n")
-    assert read_prompts(rows) == (("a seven", tmp_path / "a.png"), ("a four", None))
-    lines.write_text('{"text": "a seven"}\n{"text": "a four", "image": "b/c.png"}\n')
-    assert read_prompts(lines) == (("a seven", None), ("a four", tmp_path / "b" / "c.png"))
-    text.write_text("a seven\n")
-    assert read_prompts(text) == (("a seven", None),)
-    loud = tmp_path / "PROMPTS.CSV"
-    loud.write_text('text,image\n"a seven, moving", a.png \na four, \n')
-    assert read_prompts(loud) == (("a seven, moving", tmp_path / "a.png"), ("a four", None))

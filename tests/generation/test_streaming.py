@@ -8,7 +8,7 @@ import torch
 import mhla_diffusers as mhla
 from mhla_diffusers.tiny import load_tiny
 
-from ..models import assert_changed, bytes_alive, relative_change, wan, wan_i2v
+from ..models import assert_changed, bytes_alive, inputs, output, relative_change, wan, wan_i2v
 from ..pipelines import wan22_pipeline, wan_pipeline
 from ..refusals import refused
 from ..scripts import load_script
@@ -83,15 +83,9 @@ def test_memory_is_flat_in_the_number_of_frame_blocks(script):
 
 def test_after_a_stream_the_model_attends_as_before(script):
     pipe = causal_pipeline()
-    text, latents = torch.zeros(1, 8, 32), torch.randn(1, 16, 4, 4, 4)
-
-    def output():
-        with torch.no_grad():
-            return pipe.transformer(latents, torch.tensor([500.0]), text)[0]
-
-    before = output()
+    before = output(pipe.transformer, inputs("wan"))
     streamed(script, pipe, 2)
-    assert torch.equal(output(), before)
+    assert torch.equal(output(pipe.transformer, inputs("wan")), before)
     assert torch.is_grad_enabled()
 
 

@@ -10,10 +10,8 @@ import mhla_diffusers as mhla
 from mhla_diffusers.config import NOTHING_DENSE
 from mhla_diffusers.patching import find_patched
 
-from ..families.cases import footprint
 from ..models import FAMILIES, patched
 
-MODELS = list(FAMILIES)
 ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 SPARSE = NOTHING_DENSE | {"density": 0.1, "block_size": 4, "far": "means"}
@@ -23,22 +21,25 @@ EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
 CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
 
 
-def assert_same_footprint(model, before):
-    """Nothing that a patch could leave behind is in a transformer."""
-    assert footprint(model) == before
-
-
 def assert_equal_up_to_order(found, expected):
     """The same operations, perhaps in another order: float32 rounding of outputs of the order of 1."""
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
 @torch.no_grad()
-def shake(module, seed=11):
+def shake(*modules, seed=11):
     """Train all parameters a little."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator))
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator))
+
+
+def trained(name, **settings):
+    """A patched model whose layers have learned something, each its own, the same in every process."""
+    model = patched(name, **settings)
+    shake(*mhla.mhla_layers(model).values())
+    return model
 
 
 def unet():
@@ -49,17 +50,6 @@ def unet():
         down_block_types=("DownBlock2D",) * 2,
         up_block_types=("UpBlock2D",) * 2,
     )
-
-
-def trained(name, **settings):
-    """A patched model whose layers have learned something, each its own."""
-    model = patched(name, **settings)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for layer in mhla.mhla_layers(model).values():
-            for parameter in layer.parameters():
-                parameter.mul_(0.8 + 0.4 * torch.rand(parameter.shape, generator=generator))
-    return model
 
 
 def own_form(name, **settings):

@@ -5,22 +5,12 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..families.cases import case_of
+from ..families.cases import case_of, footprint
 from ..families.cases import output as case_output
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from ..refusals import refused
-from .shared import (
-    assert_equal_up_to_order,
-    assert_same_footprint,
-    footprint,
-    own_form,
-    trained,
-)
-
-
-def own_parameters(model):
-    return {name: parameter for name, parameter in model.named_parameters() if ".mhla." in name}
+from .shared import assert_equal_up_to_order, own_form, trained
 
 
 @pytest.mark.parametrize(
@@ -29,11 +19,11 @@ def own_parameters(model):
 def test_parameters_stay(change):
     """They are the same objects, so an optimizer that was made before goes on training them."""
     model = trained("wan")
-    before = own_parameters(model)
+    before = {name: one for name, one in model.named_parameters() if ".mhla." in name}
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     optimizer = torch.optim.SGD(before.values(), lr=0.1)
     mhla.change_mhla(model.train(), **change)
-    after = own_parameters(model)
+    after = {name: one for name, one in model.named_parameters() if ".mhla." in name}
     assert set(before) == set(after)
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(torch.equal(after[name], value) for name, value in values.items())
@@ -81,13 +71,10 @@ CAUSAL = {"own": "linear", "causal": "block", "block_length": 2, "blocks": (2, 2
 REFUSED = {
     "another number of axes": ({}, {"blocks": (2, 2)}, "blocks=(2, 2)"),
     "a layer that is not there": ({}, {"layers": [9]}, "9 must be"),
-    "no layers": ({}, {"layers": []}, "layers=()"),
     "other blocks": ({}, {"blocks": (1, 2, 3)}, "blocks=(1, 2, 3)...load_mhla"),
     "another part": ({}, {"output_norm": True}, "output_norm=True...apply_mhla"),
     "a matrix per head": ({}, {"mixing_per_head": True}, "mixing_per_head=True"),
-    "a setting that there is not": ({}, {"block": (1, 1, 1)}, "'block'"),
     "a backend that there is not": ({}, {"backend": "eagre"}, "'eagre'"),
-    "how matrices begin": ({}, {"mixing_init": "identity"}, "'identity'"),
     "another length of causal blocks": (CAUSAL, {"block_length": 1}, "block_length=1"),
 }
 
@@ -99,7 +86,7 @@ def test_what_is_refused_changes_nothing(case):
     before = footprint(model)
     with refused(value):
         mhla.change_mhla(model, **settings)
-    assert_same_footprint(model, before)
+    assert footprint(model) == before
 
 
 def test_models_that_cannot_be_changed():

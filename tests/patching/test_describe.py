@@ -8,10 +8,9 @@ import pytest
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import mhla_diffusers as mhla
-from mhla_diffusers.config import NOTHING_DENSE
 
 from ..models import FAMILIES, inputs, output, patched, wan
-from ..pipelines import PIPELINES, dit_pipeline, wan22_pipeline, wan_pipeline
+from ..pipelines import dit_pipeline, generate, wan22_pipeline, wan_pipeline
 from ..refusals import refused
 from .shared import ONE_PER_CLASS, unet
 
@@ -51,15 +50,10 @@ def test_describe_prints_a_table(monkeypatch):
 
 
 def test_describe_tells_of_sparse_attention():
-    model = apply(layers=[1, 2, 3], block_size=4, density=0.26)
+    model = patched("wan", layers=[1, 2, 3], block_size=4, density=0.26)
     first, *table = str(mhla.describe(model, grid=(4, 4, 5))).splitlines()
     assert "25.0% of the pairs of 20 blocks of 4 queries and 20 of 4 keys" in first
-    assert table[:3] == [
-        "layer           attention  grid   density",
-        "blocks.0.attn1  kept       4x4x5  -",
-        "blocks.1.attn1  sparse     4x4x5  25.0%",
-    ]
-    assert table[-1] == "3 of 4 self-attentions replaced, 0 extra parameters"
+    assert table[2] == "blocks.1.attn1  sparse     4x4x5  25.0%"
     assert "26.0% of the pairs of blocks" in str(mhla.describe(model))
     output(model, inputs("wan"))
     assert "sparse in 3 of 3 attentions" in str(mhla.describe(model)).splitlines()
@@ -67,11 +61,6 @@ def test_describe_tells_of_sparse_attention():
     assert (kept.density, patched_one.density, patched_one.blocks) == (None, 0.25, None)
     mhla.change_mhla(model, dense_first=0.2, dense_last=1, dense_layers=1)
     assert "dense in steps 1-10, 50 of 50 and in layer 0" in str(mhla.describe(model)).splitlines()
-
-
-def apply(**settings):
-    """A Wan with sparse attention."""
-    return mhla.apply_mhla(wan(), **NOTHING_DENSE | settings)
 
 
 _CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2}
@@ -85,9 +74,6 @@ def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
         (layer, *_) = mhla.describe(model, grid=(frames, 4, 6))
         assert (layer.blocks, layer.tokens_per_block) == ((3, 2, 2), (12, 12))
         assert layer.density == pytest.approx(2 / frames)
-    mhla.change_mhla(model, beyond="relative")
-    (layer, *_) = mhla.describe(model, grid=(8, 4, 6))
-    assert layer.blocks == (4, 2, 2)
 
 
 def test_describe_tells_what_really_runs():
@@ -95,10 +81,7 @@ def test_describe_tells_what_really_runs():
     assert [layer.runs_mhla for layer in mhla.describe(model)] == [False, True, True, False]
     with mhla.mhla_disabled(model):
         found = mhla.describe(model)
-        assert [(layer.config is not None, layer.runs_mhla, layer.processor) for layer in found[:2]] == [
-            (False, False, "WanAttnProcessor"),
-            (True, False, "MHLAProcessor"),
-        ]
+        assert found[1].config is not None and not found[1].runs_mhla
         assert "blocks.1.attn1  off: MHLAProcessor" in str(found)
         assert str(found).endswith("; the patch does not run in 2 of them now")
     assert "off" not in str(mhla.describe(model))
@@ -106,18 +89,13 @@ def test_describe_tells_what_really_runs():
     assert str(mhla.describe(model)).endswith("; the patch does not run in 2 of them now")
 
 
-@pytest.mark.parametrize(("name", "num_frames"), [("dit", None), ("sana", None), ("wan22", 9), ("wan", 6), ("wan", 8)])
-def test_the_grid_of_a_size_is_that_of_a_run(name, num_frames):
+@pytest.mark.parametrize("num_frames", [6, 8])
+def test_the_grid_of_a_size_is_that_of_a_run(num_frames):
     """Frames are rounded as the pipeline does."""
-    case, pipe = PIPELINES[name], PIPELINES[name].build()
-    mhla.apply_mhla(pipe, blocks=(1, 2, 1) if num_frames else case.blocks)
-    frames = {} if num_frames is None else {"num_frames": num_frames}
-    size = frames | {key: case.call.get(key, 32) for key in ("height", "width")}  # DiT makes its own size alone
-    told = [layer.grid for layer in mhla.describe(pipe, **size)]
-    pipe(**case.call | frames)
-    ran = [layer.grid for layer in mhla.describe(pipe)]
-    assert None not in told
-    assert told == ran
+    pipe = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 2, 1))
+    told = [layer.grid for layer in mhla.describe(pipe, height=32, width=48, num_frames=num_frames)]
+    generate("wan22", pipe, num_frames=num_frames)
+    assert told == [layer.grid for layer in mhla.describe(pipe)] and None not in told
 
 
 SMALL = {"height": 32, "width": 48}

@@ -231,35 +231,26 @@ def counts(caplog):
     return [line for line in caplog.messages if line.startswith("MHLA: sparse in")]
 
 
-def test_threads_keep_apart_also_those_that_end_by_an_interrupt(caplog):
+def test_threads_keep_apart(caplog):
     pipe = mhla.apply_mhla(wan_pipeline(), **DENSE)
     second = type(pipe)(**pipe.components | {"scheduler": copy.deepcopy(pipe.scheduler)})
     with caplog.at_level(logging.INFO):
         expected = [sample(pipe, seed) for seed in (0, 1)]
-    counted, found, barrier, before = counts(caplog), {}, threading.Barrier(2), None
+    counted, found, barrier = counts(caplog), {}, threading.Barrier(2)
     mhla.change_mhla(pipe)
 
-    def run(one, seed, **call):
-        def wait(pipe, index, *_):
-            barrier.wait(60)
-            return stop() if index == call.get("until") else {}
+    def wait(*_):
+        barrier.wait(60)
+        return {}
 
-        try:
-            found[seed] = sample(one, seed, callback_on_step_end=wait)
-        except KeyboardInterrupt:
-            found[seed] = None
+    def run(one, seed):
+        found[seed] = sample(one, seed, callback_on_step_end=wait)
 
     with caplog.at_level(logging.INFO):
         in_threads(lambda: run(pipe, 0), lambda: run(second, 1))
     assert caplog.text.count("corrected from") == 4
     assert counts(caplog) == counted * 2 and len(counted) == 1  # each call counts its own attentions
     assert all(torch.equal(found[seed], expected[seed]) for seed in (0, 1))
-    for _ in range(2):
-        in_threads(lambda: run(pipe, 0, until=4), lambda: run(second, 1, until=4))
-        assert found == {0: None, 1: None}
-        assert before is None or bytes_alive() <= before
-        before = bytes_alive()
-    assert torch.equal(sample(pipe), expected[0])
 
 
 # Step caches, which leave blocks out

@@ -20,8 +20,7 @@ TRAINED = [f"blocks.1.attn1.to_q.{kind}" for kind in ("weight", "bias")]
 def adapted():
     """A patched Wan whose MHLA weights and one projection are no longer the initial ones."""
     model = models.patched("wan", layers="2/3", mixing_per_head=True, **EVERYTHING)
-    for module in (*mhla_layers(model).values(), model.blocks[1].attn1.to_q):
-        shake(module)
+    shake(*mhla_layers(model).values(), model.blocks[1].attn1.to_q)
     return model
 
 
@@ -44,8 +43,7 @@ def test_both_or_one_of_two_transformers(patched, tmp_path):
     pipe = pipelines.wan22_pipeline()
     for component in patched:
         apply_mhla(getattr(pipe, component), blocks=(3, 2, 1))
-    for layer in mhla_layers(pipe).values():
-        shake(layer)
+    shake(*mhla_layers(pipe).values())
     save_mhla(pipe, tmp_path)
     other = load_mhla(pipelines.wan22_pipeline(), tmp_path)
     assert mhla_layers(other).keys() == mhla_layers(pipe).keys()

@@ -20,6 +20,7 @@ from .. import models
 from ..pipelines import wan_pipeline
 from ..processes import Processes
 from ..refusals import refused
+from .shared import trained
 
 ROUNDING = 1e-5
 """Relative, of float32 sums in another order."""
@@ -33,16 +34,6 @@ def two() -> Iterator[Processes]:
     processes = Processes(2)
     yield processes
     processes.close()
-
-
-def patched(name: str = "wan", **settings: Any) -> Any:
-    """With what MHLA learns drawn at random, the same in every process."""
-    model, generator = models.patched(name, **settings), torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for layer in mhla.mhla_layers(model).values():
-            for parameter in layer.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).abs())
-    return model
 
 
 def one_device() -> Any:
@@ -72,7 +63,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) ->
 
 def errors(name: str, ragged: bool, compiled: bool, settings: dict[str, Any]) -> dict[str, float]:
     """Relative errors of the output, and of the gradients of both processes together."""
-    model, arguments = patched(name, **settings), models.inputs(name, ragged=ragged)
+    model, arguments = trained(name, **settings), models.inputs(name, ragged=ragged)
     alone = copy.deepcopy(model)
     spread(model)
     if compiled:  # diffusers' hooks of the first block, which split the tokens, make no graph

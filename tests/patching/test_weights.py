@@ -9,16 +9,17 @@ from peft import LoraConfig
 
 import mhla_diffusers as mhla
 
+from ..families.cases import footprint
 from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from ..refusals import refused
-from .shared import PROJECTIONS, assert_same_footprint, footprint, shake, with_lora
+from .shared import PROJECTIONS, shake, with_lora
 
 
 def saved(name, folder, seed=3):
     """Folder of a patched model all of whose weights were trained a little, and what it computes."""
     model = patched(name)
-    shake(model, seed)
+    shake(model, seed=seed)
     return mhla.save_mhla(model, folder, weights="all"), output(model, inputs(name))
 
 
@@ -38,7 +39,7 @@ def test_removal_of_an_adapted_patch_is_exact_and_two_do_not_mix(name, tmp_path)
         assert torch.equal(output(model, inputs(name)), expected)
         assert_changed(expected, untouched)
         mhla.remove_mhla(model)
-        assert_same_footprint(model, before)
+        assert footprint(model) == before
 
 
 def test_removal_of_an_adapted_patch_from_a_copy_and_in_another_type(adapted):
@@ -60,8 +61,7 @@ def test_removal_of_an_adapted_patch_from_a_copy_and_in_another_type(adapted):
 
 def test_an_interruption_while_loading_leaves_the_model_as_it_was(tmp_path):
     pipe, base = mhla.apply_mhla(wan22_pipeline(), blocks=(1, 1, 1)), wan22_pipeline()
-    for transformer in (pipe.transformer, pipe.transformer_2):
-        shake(transformer)
+    shake(pipe.transformer, pipe.transformer_2)
     mhla.save_mhla(pipe, tmp_path, weights="all")
     before = footprint(base.transformer), footprint(base.transformer_2)
     interrupted = []
@@ -76,8 +76,8 @@ def test_an_interruption_while_loading_leaves_the_model_as_it_was(tmp_path):
         mhla.load_mhla(base, tmp_path)
     hook.remove()
     assert interrupted == [True], "the first transformer was patched already"
-    assert_same_footprint(base.transformer, before[0])
-    assert_same_footprint(base.transformer_2, before[1])
+    assert footprint(base.transformer) == before[0]
+    assert footprint(base.transformer_2) == before[1]
 
 
 def test_an_adapted_patch_under_lora(adapted):

@@ -17,7 +17,6 @@ from diffusers import (
     LayerSkipConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
-    SanaPAGPipeline,
     TaylorSeerCacheConfig,
     apply_layer_skip,
 )
@@ -27,8 +26,8 @@ import mhla_diffusers as mhla
 from mhla_diffusers.config import NOTHING_DENSE
 
 from ..families.cases import ROUNDING
-from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
-from ..pipelines import PIPELINES, quiet, sana_pipeline, wan_pipeline
+from ..models import FAMILIES, inputs, output, patched, relative_change
+from ..pipelines import PIPELINES, wan_pipeline
 from ..refusals import refused
 from .shared import EVERYTHING, SPARSE, assert_equal_up_to_order, mixings
 
@@ -68,11 +67,6 @@ def quantise(pipe: Any, kind: str = "Int8WeightOnlyConfig") -> None:
     from torchao import quantization
 
     quantization.quantize_(pipe.transformer, getattr(quantization, kind)())
-
-
-def fuse_and_quantise(pipe: Any) -> None:
-    pipe.transformer.fuse_qkv_projections()
-    quantise(pipe)
 
 
 def to_bitsandbytes(pipe: Any, bits: int) -> None:
@@ -123,7 +117,6 @@ WAYS: dict[str, Callable[[Any], object]] = {
     "fused LoRA": fuse_lora,
     "int8": quantise,
     "float8": lambda pipe: quantise(pipe, "Float8WeightOnlyConfig"),
-    "fused int8": fuse_and_quantise,
     "bitsandbytes 8": lambda pipe: to_bitsandbytes(pipe, 8),
     "bitsandbytes 4": lambda pipe: to_bitsandbytes(pipe, 4),
     **CACHES,
@@ -137,7 +130,7 @@ WAYS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_patch_and_another_way(name: str) -> None:
-    """Enabled before the patch and after it; MHLA is refused on offloaded weights and fused projections."""
+    """Enabled before the patch and after it; MHLA is refused on offloaded weights."""
     for word, package in PACKAGES.items():
         if word in name:
             pytest.importorskip(package)
@@ -146,8 +139,8 @@ def test_a_patch_and_another_way(name: str) -> None:
     alone = draw(pipe)
     assert name in EXACT or not torch.equal(alone, plain)
     for settings in (ALL_PAIRS, SPARSE, MHLA):
-        if "blocks" in settings and ("offload" in name or name == "fused int8"):
-            with refused("offloaded" if "offload" in name else "unfuse_qkv_projections()"):
+        if "blocks" in settings and "offload" in name:
+            with refused("offloaded"):
                 mhla.apply_mhla(pipe, **settings)
             continue
         after = mhla.apply_mhla(wan_pipeline(), **settings)
@@ -249,28 +242,3 @@ def test_a_patched_layer_is_skipped_as_an_unpatched_one(settings, what):
     for one in (model, reference):
         apply_layer_skip(one, LayerSkipConfig(indices=[1], fqn="transformer_blocks", **SKIPPED[what]))
     assert_equal_up_to_order(output(model, inputs("dit")), output(reference, inputs("dit")))
-
-
-def pag_pipeline(transformer):
-    components = sana_pipeline(transformer).components
-    return quiet(SanaPAGPipeline(**components, pag_applied_layers=["transformer_blocks.1"]))
-
-
-def test_perturbed_guidance_of_sana_and_one_that_was_interrupted():
-    """It sets processors of its own, which stay when it is interrupted; change_mhla() brings the patch back."""
-    call = PIPELINES["sana"].call | {"pag_scale": 3.0}
-    expected = pag_pipeline(FAMILIES["sana"].build())(**call, generator=torch.Generator().manual_seed(0)).images
-    model = patched("sana")
-    pipe = pag_pipeline(model)
-    with mhla.mhla_disabled(pipe):
-        found = pipe(**call, generator=torch.Generator().manual_seed(0)).images
-    assert torch.equal(found, expected)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pipe(**call, callback_on_step_end=interrupt)
-    mhla.change_mhla(model)
-    assert torch.equal(output(model, inputs("sana")), output(patched("sana"), inputs("sana")))
-    assert_changed(output(model, inputs("sana")), output(FAMILIES["sana"].build(), inputs("sana")))

@@ -15,13 +15,7 @@ from mhla_diffusers.tiny import load_tiny
 
 from ..models import FAMILIES, inputs, output, patched, relative_change
 from ..refusals import refused
-from .shared import (
-    CAUSAL,
-    EVERYTHING,
-    ONE_PER_CLASS,
-    in_threads,
-    mixings,
-)
+from .shared import CAUSAL, EVERYTHING, ONE_PER_CLASS, in_threads, mixings
 
 SPARSE = {"density": 0.2, "block_size": 4, "far": "means"}
 
@@ -97,14 +91,11 @@ def test_gradient_checkpointing_recomputes_what_ran(name, settings):
     """After another forward of another size, in another thread, and where the patch is switched off by then."""
     expected = gradients(patched(name, **settings), name, lambda run: run())
 
-    def elsewhere(run):
-        in_threads(run)
-
     def switched_off(run):
         with mhla.mhla_disabled(model):
             run()
 
-    for how in (lambda run: run(), elsewhere, switched_off):
+    for how in (lambda run: run(), in_threads, switched_off):
         model = patched(name, **settings)
         model.enable_gradient_checkpointing()
         for found, wanted in zip(gradients(model, name, how), expected, strict=True):
@@ -150,8 +141,6 @@ def test_layerwise_casting_passes_over_what_mhla_adds(name, tmp_path):
     model = patched(name, **EVERYTHING)
     expected, before = output(model, inputs(name)), own_tensors(model)
     model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-    # four bits of significand round a weight by up to 6%, in every layer one after the other
-    assert 0 < relative_change(output(model, inputs(name)), expected) < 0.2
     after = own_tensors(model)
     assert all(torch.equal(after[key], tensor) and after[key].dtype == tensor.dtype for key, tensor in before.items())
     other = mhla.load_mhla(FAMILIES[name].build(), mhla.save_mhla(model, tmp_path))
@@ -159,6 +148,7 @@ def test_layerwise_casting_passes_over_what_mhla_adds(name, tmp_path):
     cast_first = FAMILIES[name].build().to(torch.bfloat16)
     cast_first.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
     mhla.apply_mhla(cast_first, blocks=FAMILIES[name].blocks, **EVERYTHING)
+    # four bits of significand round a weight by up to 6%, in every layer one after the other
     assert relative_change(output(cast_first, cast(inputs(name), torch.bfloat16)), expected) < 0.2
     assert {matrix.dtype for matrix in mixings(cast_first)} == {torch.float32}
 
