@@ -19,12 +19,13 @@ from .problems import (
     EVERYTHING,
     GRIDS,
     KERNEL_MAPS,
-    POSITIVE_MAPS,
+    KINDS,
     TEXT_AND_MASK,
     drawn_problems,
     errors_of,
     make_problem,
     make_sparse_problem,
+    problem_of,
     random_lists,
     relative_error,
 )
@@ -66,89 +67,38 @@ def check(problem, dtype=torch.float32, backend="triton", *, attend=None, is_har
 
 # Problems: name → grid, blocks or block size, and options
 
-AXES, RAGGED, LONG = ((5, 7, 3), (2, 3, 2)), ((7, 9), (3, 4)), (5, 7, 29)
+RAGGED, LONG = ((7, 9), (3, 4)), ((5, 7, 29), 32)
 """LONG has 1,015 tokens: with key blocks of 16, three stretches of 16 blocks and one of 15 and a half; and more logits
 than are formed at once, of one head too."""
 MAPS = {
     f"{feature_map}, {rope.get('rope')}, normalised {normalize}": {
         "feature_map": feature_map, "normalize": normalize, **rope
     }
-    for feature_map in POSITIVE_MAPS for rope in ({}, BEFORE, {"rotary": True, "rope": "after"})
+    for feature_map in KERNEL_MAPS for rope in ({}, BEFORE, {"rotary": True, "rope": "after"})
     for normalize in (True, False)
 }  # fmt: skip
 IDENTITY = {"feature_map": "identity", "normalize": False}
 SOFTMAX = {"linear_branch": True}
-EAGER_MHLA = {
+EAGER = {
     **{f"{grid} in {blocks}": (grid, blocks, {}) for grid, blocks in GRIDS},
-    **{name: (*AXES, options) for name, options in MAPS.items()},
     "identity": (*RAGGED, IDENTITY),
-    "everything": (*AXES, EVERYTHING | {"normalize": False}),
+    "everything, not normalised": ((5, 7, 3), (2, 3, 2), EVERYTHING | {"normalize": False}),
     "angles of every sample": (*RAGGED, BEFORE | {"rotary": "own", "mask": "weights"}),
-}
-CAUSAL_OPTIONS = [
-    {},
-    {"rotary": True},
-    BEFORE,
-    {"per_head": True},
-    {"norm": True, "gate": True, "feature_map": "elu+1"},
-    {"normalize": False, "norm": True},
-    SOFTMAX,
-    {"linear_branch": True, "rotary": True, "gate": True},
-    {"linear_branch": True, "per_head": True, "norm": True},
-]
-CAUSAL_LAYOUTS = [
-    # grid, blocks, tokens: whole and cut, one token, one block, one token a block, frame blocks
-    ((17,), (5,), "token", 17),
-    ((17,), (5,), "token", 9),
-    ((32,), (4,), "token", 1),
-    ((9,), (1,), "token", 7),
-    ((5, 1, 1), (3, 1, 1), "token", 4),
-    ((12,), (4,), "block", 9),
-    ((4, 4, 6), (2, 2, 3), "block", 96),
-    ((5, 3, 4), (3, 2, 1), "block", 48),
-]
-EAGER_CAUSAL = {
-    f"{tokens} of {grid} in {blocks} by {causal}, {options}": (
-        grid, blocks, options | {"causal": causal, "tokens": tokens}
-    )
-    for grid, blocks, causal, tokens in CAUSAL_LAYOUTS for options in CAUSAL_OPTIONS
-}  # fmt: skip
-EAGER_SPARSE = {
-    **{
-        f"{key_size} keys in {size} of {grid}, {order}, {far}": (
-            grid, size, {"key_size": key_size, "order": order, "far": far}
-        )
-        # even and ragged, single tokens, one block for all
-        for grid, size, key_size in (
-            ((7, 9), 8, 2), ((5, 6), 1, 1), ((5, 7, 3), 16, 4), ((4, 6), 128, 128), ((8, 9), 8, 8)
-        )
-        for order in ("content", "curve") for far in ("second-order", "means")
-    },
-    **{f"stretches, {more}": (LONG, 32, {"key_size": 16, "density": 0.5, "rotary": True, "batch": 1} | more)
+    **{f"stretches, {more}": (*LONG, {"key_size": 16, "density": 0.5, "rotary": True, "batch": 1} | more)
        for more in ({"mask": True}, {"extra": (2, 3)})},
-    "rotary": ((5, 7, 3), 16, {"key_size": 4, "rotary": True}),
     "weights of keys": ((5, 7, 3), 16, {"key_size": 4, "mask": "weights"}),
-    **{f"text, {extra}": ((5, 6), 6, {"key_size": 2, "rotary": "own", "extra": extra})
-       for extra in ((3, 0), (2, 4), (70, 30))},
+    "text, angles of every sample": ((5, 6), 6, {"key_size": 2, "rotary": "own", "extra": (70, 30)}),
     "lists of every sample": (
         (7, 5), 8, {"extra": (2, 3), "lists": random_lists((7, 5), 8, 8, density=0.4, samples=2)}
     ),
 }  # fmt: skip
-EAGER_HALF = {
-    **{name: EAGER_MHLA[name] for name in list(EAGER_MHLA)[: len(GRIDS)]},
-    **{
-        f"causal, {blocks}, {options}": (grid, blocks, options | {"causal": causal})
-        for grid, blocks, causal in (((11,), (3,), "token"), ((4, 2, 3), (2, 1, 3), "block"))
-        for options in (BEFORE, SOFTMAX)
-    },
-    **{f"sparse, {name}": ((5, 7, 3), 16, {"key_size": 4, name: True}) for name in ("rotary", "mask")},
-}
+"""What neither :data:`KINDS` nor drawn problems have."""
 ONE = {"batch": 1, "heads": 1}
 KERNEL_MHLA = {
     **{f"{g} in {m}": (g, m, {"batch": 1, "rotary": True}) for g, m in (*GRIDS[:2], *GRIDS[5:])},
     **{
         name: ((5, 7), (2, 2), {"heads": 1, **options})
-        for name, options in MAPS.items() if options["feature_map"] in KERNEL_MAPS
+        for name, options in MAPS.items()
     },
     "identity": ((7, 9), (2, 2), {"heads": 1, **IDENTITY}),
     "angles of every sample": ((5, 7), (2, 2), {"heads": 1, "rotary": "own"}),
@@ -245,8 +195,7 @@ def cases(backend, dtypes, *tables):
 @pytest.mark.parametrize(
     ("backend", "dtype", "problem"),
     [
-        *cases("eager", (torch.float64, torch.float32), EAGER_MHLA, EAGER_CAUSAL, EAGER_SPARSE),
-        *cases("eager", HALF, EAGER_HALF),
+        *cases("eager", (torch.float64, torch.float32), EAGER),
         *cases("triton", (torch.float32,), KERNEL_MHLA, KERNEL_CAUSAL, KERNEL_SPARSE),
         *cases("triton", HALF, KERNEL_HALF),
     ],
@@ -258,8 +207,14 @@ def test_it_is_the_reference(backend, dtype, problem):
     check(make(grid, blocks, **options), dtype, backend, is_hard=is_hard)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "content" not in kind])
+def test_eager_operations_of_every_kind(kind, dtype):
+    check(problem_of(kind), dtype, "eager")
+
+
 @pytest.mark.parametrize("kind", ["MHLA", "causal", "sparse"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_drawn_problems(kind, data):
     """In float64, so that an ill-conditioned draw needs no loose bound."""

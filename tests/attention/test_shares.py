@@ -18,17 +18,6 @@ from mhla_diffusers.attention.precision import sum_dtype
 from .problems import BACKENDS, EVERYTHING, drawn_problems, make_problem
 from .test_reference import check
 
-CUTS = [
-    # grid, blocks, tokens per share: begun inside a row or a frame, shorter than a row, of whole frames, of one token
-    ((17,), (5,), (6, 6, 5)),
-    ((12,), (1,), (1, 11)),
-    ((7, 9), (3, 4), (32, 31)),
-    ((7, 9), (3, 4), (4, 1, 36, 22)),
-    ((5, 7, 3), (2, 3, 2), (21, 21, 21, 21, 21)),
-    ((5, 7, 3), (2, 3, 2), (2, 46, 55, 2)),
-    ((4, 4, 6), (2, 2, 3), (48, 24, 24)),
-]
-
 
 def shares_of(call: MHLACall, lengths: Sequence[int]) -> list[MHLACall]:
     """The shares that processes would hold, of so many tokens."""
@@ -58,12 +47,6 @@ def in_shares(backend: str, lengths: Sequence[int]) -> Callable[..., torch.Tenso
         return torch.cat([module.read(share, states)[0] for share in shares], dim=1)
 
     return attend
-
-
-@pytest.mark.parametrize(("grid", "blocks", "lengths"), CUTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_cuts(grid, blocks, lengths, dtype):
-    check(make_problem(grid, blocks, rotary=True), dtype, "eager", attend=in_shares("eager", lengths))
 
 
 ALL = [(True, "after", torch.float32), (False, "before", torch.bfloat16)]

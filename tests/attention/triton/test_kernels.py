@@ -1,7 +1,5 @@
 """What whole attentions show only in part: the order of keys, chosen blocks, lists given and transposed."""
 
-import math
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from mhla_diffusers.attention import BlockLists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.order import content_order
-from mhla_diffusers.attention.rope import apply_rotary
 from mhla_diffusers.attention.triton.branches import bits_of
 from mhla_diffusers.attention.triton.choose import choose
 from mhla_diffusers.attention.triton.listed import transpose_lists
@@ -18,46 +15,20 @@ from mhla_diffusers.attention.triton.prepare import prepare
 from ...refusals import refused
 
 
-def rows_of_keys(key, angles, key_mask, grid, block, extra, by_content):
-    """Tokens of the rows of keys, (B H, R): the curve, sorted by content on the grid."""
-    layout, heads = layout_of(grid, block, extra), key.shape[2]
-    order = layout.order.long().expand(len(key), heads, -1)
-    if by_content:
-        key = key.float() if angles is None else apply_rotary(key.float(), angles)
-        mask = torch.ones(len(key), key.shape[1]) if key_mask is None else key_mask
-        on_grid = layout.order[: layout.grid_blocks * block].long()
-        exists = (mask[:, on_grid.clamp(min=0)] > 0) & (on_grid >= 0)
-        sorted_rows = content_order(key.transpose(1, 2)[:, :, on_grid.clamp(min=0)], exists, block)
-        order = torch.cat([order.gather(2, sorted_rows), order[..., len(on_grid) :]], dim=2)
-    return order.flatten(0, 1)
-
-
-def check_rows(
-    grid, block, extra=0, *, batch=1, heads=1, head_dim=16, dtype=torch.float32, key_block=None, content=True,
-    mask=False, angles=True, change=lambda key: key,
-):  # fmt: skip
-    """Which token every row of keys is, its weight, and those of blocks."""
+def test_rows_of_keys_in_several_stretches_with_equal_keys():
+    """Which token every row is, and its weight: the curve, sorted by content as eager operations sort it."""
     torch.manual_seed(0)
-    tokens, key_block = math.prod(grid) + extra, key_block or block
-    query, key, value = torch.randn(batch, tokens, 3, heads, head_dim).to(dtype).unbind(2)
-    key, table = change(key), None
-    if angles:
-        angle = torch.randn(batch, tokens, 1, head_dim // 2)
-        table = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
-    key_mask = torch.rand(batch, tokens) * (torch.rand(batch, tokens) < 0.8) if mask else None
-    found = prepare(query, key, value, table, key_mask, list(grid), block, key_block, extra, content, True)
-    positions = rows_of_keys(key, table, key_mask, grid, key_block, extra, content)
+    query, key, value = torch.randn(3, 2, 600, 1, 8)
+    key, mask = key.round(), torch.rand(2, 600) * (torch.rand(2, 600) < 0.8)
+    order = layout_of((600,), 64).order.long()
+    here = order.clamp(min=0)
+    exists = (mask[:, here] > 0) & (order >= 0)
+    positions = order.expand(2, 1, -1).gather(2, content_order(key.transpose(1, 2)[:, :, here], exists, 64))[:, 0]
+    found = prepare(query, key, value, None, mask, [600], 64, 64, 0, True, True)
     assert torch.equal(found[7].long(), positions)
-    weights = torch.ones(batch, tokens) if key_mask is None else key_mask
-    weights = weights.repeat_interleave(heads, 0).gather(1, positions.clamp(min=0)) * (positions >= 0)
-    of_blocks = weights.unflatten(1, (-1, key_block)).sum(2)[:, : -(-math.prod(grid) // key_block)]
-    assert torch.allclose(found[10], of_blocks)
-    if mask:
-        assert torch.allclose(found[9].exp(), weights)
-
-
-def test_several_stretches_and_equal_keys():
-    check_rows((600,), 64, batch=2, head_dim=8, mask=True, angles=False, change=torch.round)
+    weights = mask.gather(1, positions.clamp(min=0)) * (positions >= 0)
+    assert torch.allclose(found[9].exp(), weights)
+    assert torch.allclose(found[10], weights.unflatten(1, (-1, 64)).sum(2))
 
 
 def test_nan_does_not_push_keys_out():
