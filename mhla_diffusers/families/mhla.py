@@ -87,10 +87,9 @@ class AttentionAdapter:
         _LAID_OUT.update({grid} & {laid_out})
         return grid
 
-    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Name the arguments of an attention's forward, or of its processor's call without the attention."""
-        given = {**dict(zip(_PLACES, args, strict=False)), **kwargs}
-        return {name: value for name, value in given.items() if name in _PLACES and value is not None}
+    def arguments(self, *given: Any) -> Arguments:
+        """Name the arguments of a processor's call after the attention, without those that are None."""
+        return {name: value for name, value in zip(_PLACES, given, strict=True) if value is not None}
 
     def read(self, attn: Any, arguments: Arguments, grid: Shape, tokens: int | None = None) -> AttentionInputs:
         """Interpret the arguments of a call, and project; ``tokens`` is the number on this process, None for all."""

@@ -70,12 +70,11 @@ class MHLAProcessor:
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         rotary_emb: Any = None,
-        image_rotary_emb: Any = None,
     ) -> Any:
         """Run one attention of a diffusers model, which calls it with those of these arguments that it has.
 
         ``attention_mask`` of a self-attention is a key-padding mask, (B, N), (B, 1, N) or (B, 1, 1, N): bool, or the
-        bias that softmax attention would add. RoPE comes by one of two names; Wan's is (cos, sin), each (1, N, 1, D).
+        bias that softmax attention would add. Wan's RoPE is (cos, sin), each (1, N, 1, D).
 
         Raises:
             ValueError: the token grid is unknown or does not fit, or the mask is not a key-padding mask.
@@ -83,8 +82,7 @@ class MHLAProcessor:
         layer, call = getattr(attn, "mhla", None), held().call
         family = call.patch.family if call is not None and layer is not None else family_of_attention(attn)
         adapter = layer.adapter if layer is not None else _adapter(attn, family)
-        given = hidden_states, encoder_hidden_states, attention_mask, rotary_emb
-        arguments = adapter.arguments(given, {"image_rotary_emb": image_rotary_emb})
+        arguments = adapter.arguments(hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         if "encoder_hidden_states" in arguments:
             return adapter.run(self.with_choices(adapter.own_cross_processor(attn)), attn, arguments)
         own_form = layer is None or layer.original_processor is None

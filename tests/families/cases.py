@@ -36,6 +36,8 @@ IMAGE_TEXT_TOKENS = 512
 """Wan's image-to-video cross-attention takes the last 512 tokens of its context as the text."""
 TEXT_TEMPLATE = "the {} on"
 """In place of a prompt for language models, one token before the text and one after it."""
+_OF_PICTURES = "message.content[0].text"
+"""What a chat template reads of processors that take pictures as well."""
 _CHAT_TEMPLATE = "the {% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %} on"
 _VIDEO, _IMAGE = ((4, 4, 6), (3, 5, 4)), ((8, 8), (7, 5))
 _WHOLE, _CHUNK = (_VIDEO[0], (3, 6, 4)), (_VIDEO[0], (4, 5, 4))
@@ -59,54 +61,67 @@ def embeddings(tokens: int, channels: int = 32) -> dict[str, torch.Tensor]:
 # Components of pipelines
 
 
-def text_tokenizer() -> Any:
+def text_tokenizer(content: str = "message.content") -> Any:
     """A tokenizer whose longest text has ``TEXT_TOKENS`` tokens, which pipelines with CLIP ask it for."""
     tokenizer = word_tokenizer()
-    tokenizer.model_max_length, tokenizer.chat_template = TEXT_TOKENS, _CHAT_TEMPLATE
+    tokenizer.model_max_length = TEXT_TOKENS
+    tokenizer.chat_template = _CHAT_TEMPLATE.replace("message.content", content)
     return tokenizer
 
 
-def t5(channels: int) -> Any:
+def text(encoder: Any, suffix: str = "", tokenizer: Any = None) -> dict[str, Any]:
+    """A text encoder and its tokenizer as components of a pipeline, whose names may end in a suffix."""
+    return {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": tokenizer or text_tokenizer()}
+
+
+def t5(channels: int = 32) -> Any:
     """One layer; its tokens are those of ``word_tokenizer``."""
     config = transformers.T5Config(vocab_size=16, d_model=channels, d_kv=8, d_ff=16, num_layers=1, num_heads=4)
     return seeded(transformers.T5EncoderModel, config=config)
 
 
-def t5_text(suffix: str = "", channels: int = 32, tokenizer: Callable[[], Any] = text_tokenizer) -> dict[str, Any]:
-    """T5 and its tokenizer as components of a pipeline, whose names may end in a suffix."""
-    return {f"text_encoder{suffix}": t5(channels), f"tokenizer{suffix}": tokenizer()}
-
-
-def clip_text(suffix: str = "", cls: type = transformers.CLIPTextModel, seed: int = 0) -> dict[str, Any]:
-    """CLIP of 12 channels, whose pooled text is read at the first padding token, and its tokenizer."""
+def clip(cls: type = transformers.CLIPTextModel, seed: int = 0) -> Any:
+    """CLIP of 12 channels, whose pooled text is read at the first padding token."""
     sizes = {"hidden_size": 12, "intermediate_size": 16, "projection_dim": 12, "num_hidden_layers": 2}
     tokens = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 0, "max_position_embeddings": 80}
-    encoder = seeded(cls, seed=seed, config=transformers.CLIPTextConfig(num_attention_heads=2, **sizes, **tokens))
-    return {f"text_encoder{suffix}": encoder, f"tokenizer{suffix}": text_tokenizer()}
+    return seeded(cls, seed=seed, config=transformers.CLIPTextConfig(num_attention_heads=2, **sizes, **tokens))
 
 
-def gemma_text() -> dict[str, Any]:
-    parts = sana_pipeline().components
-    return {name: parts[name] for name in ("text_encoder", "tokenizer")}
-
-
-def language_model(layers: int) -> dict[str, Any]:
+def language_settings(layers: int, **more: Any) -> dict[str, Any]:
     """Settings that configurations of Llama and Qwen share: 16 channels, and a vocabulary of 16 tokens."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": layers, "max_position_embeddings": 64}
     tokens = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-    return {**sizes, **tokens, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return {**sizes, **tokens, "num_attention_heads": 2, "num_key_value_heads": 2, **more}
 
 
-def qwen(layers: int) -> dict[str, Any]:
-    """The same of Qwen2.5-VL."""
-    return {**language_model(layers), "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+def language_model(cls: Any, layers: int, **more: Any) -> Any:
+    return seeded(cls, config=cls.config_class(**language_settings(layers, **more)))
+
+
+def vision_language_model(cls: Any, language: dict[str, Any], **more: Any) -> Any:
+    """A model of 16 channels, which reads no pictures here."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16, **more}
+    return seeded(cls, config=cls.config_class(text_config=language, vision_config=vision))
+
+
+_SECTIONS = {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 
 
 def _qwen_vl(layers: int = 2) -> Any:
-    """Qwen2.5-VL of 16 channels, which reads no pictures here."""
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    config = transformers.Qwen2_5_VLConfig(text_config=qwen(layers), vision_config=vision)
-    return seeded(transformers.Qwen2_5_VLForConditionalGeneration, config=config)
+    cls = transformers.Qwen2_5_VLForConditionalGeneration
+    return vision_language_model(cls, language_settings(layers, **_SECTIONS))
+
+
+def _qwen3_vl(layers: int) -> Any:
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+    language = language_settings(layers, head_dim=8, rope_parameters=rope)
+    return vision_language_model(transformers.Qwen3VLModel, language, deepstack_visual_indexes=[0])
+
+
+def vision_model(cls: Any, channels: int, layers: int) -> Any:
+    """A model of pictures of 8x8 px in four patches."""
+    sizes = {"hidden_size": channels, "intermediate_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2}
+    return seeded(cls, config=cls.config_class(**sizes, image_size=8, patch_size=4))
 
 
 def autoencoder(cls: str, statistics: tuple[str, ...] = (), **config: Any) -> Any:
@@ -125,9 +140,10 @@ def kl_autoencoder(stages: int = 4, width: int = 4, cls: str = "AutoencoderKL", 
     return autoencoder(cls, **blocks, **sizes, **{**usual, **config})
 
 
-def half_autoencoder(shift: float, **config: Any) -> Any:
-    """Latents of half the height and width."""
-    return kl_autoencoder(2, 8, shift_factor=shift, use_quant_conv=False, use_post_quant_conv=False, **config)
+def half_autoencoder(shift: float = 0.1, stages: int = 2, width: int = 8, **config: Any) -> Any:
+    """Latents of half the height and width, unless there are more stages."""
+    plain = {"use_quant_conv": False, "use_post_quant_conv": False}
+    return kl_autoencoder(stages, width, shift_factor=shift, **plain, **config)
 
 
 def qwen_autoencoder() -> Any:
@@ -136,218 +152,15 @@ def qwen_autoencoder() -> Any:
     return autoencoder("AutoencoderKLQwenImage", base_dim=3, z_dim=4, **stages, **scale)
 
 
-def wan_components(flow_shift: float = 5.0, image_channels: int | None = None) -> dict[str, Any]:
-    """UMT5 with 32 channels, Wan's autoencoder with 16, UniPC on flow matching, and a vision encoder if asked for."""
-    parts = wan_pipeline().components
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
-    found = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae")} | {"scheduler": scheduler}
-    if image_channels is None:
-        return found
-    sizes = {"hidden_size": image_channels, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config, side = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4), {"height": 8, "width": 8}
-    found["image_encoder"] = seeded(transformers.CLIPVisionModel, config=config)
-    found["image_processor"] = transformers.CLIPImageProcessor(size=side, crop_size=side)
-    return found
+def _flux2_autoencoder() -> Any:
+    """With statistics of a token's channels."""
+    return kl_autoencoder(2, 8, "AutoencoderKLFlux2", statistics=("bn.running_mean", "bn.running_var"))
 
 
-def flow(**config: Any) -> Any:
-    return FlowMatchEulerDiscreteScheduler(**config)
-
-
-def pipeline(kind: str, components: Callable[[], Mapping[str, Any]], **config: Any) -> Callable[[Any], Any]:
-    return lambda transformer: getattr(diffusers, kind)(transformer=transformer, **components(), **config)
-
-
-_auraflow = pipeline("AuraFlowPipeline", lambda: {**t5_text(), "vae": kl_autoencoder(), "scheduler": flow(shift=1.73)})
-_chroma = pipeline(
-    "ChromaPipeline", lambda: {**t5_text(), "vae": half_autoencoder(0.1), "scheduler": flow(use_dynamic_shifting=True)}
-)
-_flux = pipeline(
-    "FluxPipeline",
-    lambda: {
-        **clip_text(),
-        **t5_text("_2"),
-        "vae": half_autoencoder(0.1),
-        "scheduler": flow(shift=3.0, use_dynamic_shifting=True),
-    },
-)
-
-
-def flux2_pipeline(transformer: Any, kind: str = "Flux2Pipeline", **config: Any) -> Any:
-    """A language model, three of whose layers are the text; an autoencoder with statistics of a token's channels."""
-    tokenizer, statistics = text_tokenizer(), ("bn.running_mean", "bn.running_var")
-    if kind == "Flux2Pipeline":  # whose processor takes pictures as well
-        tokenizer.chat_template = tokenizer.chat_template.replace("message.content", "message.content[0].text")
-    text = transformers.Qwen3Config(**language_model(layers=30), head_dim=8)
-    return getattr(diffusers, kind)(
-        scheduler=flow(shift=3.0, use_dynamic_shifting=True),
-        vae=kl_autoencoder(2, 8, "AutoencoderKLFlux2", statistics=statistics),
-        text_encoder=seeded(transformers.Qwen3ForCausalLM, config=text),
-        tokenizer=tokenizer,
-        transformer=transformer,
-        **config,
-    )
-
-
-def _sd3_components() -> dict[str, Any]:
-    projected = transformers.CLIPTextModelWithProjection
-    text = {**clip_text(cls=projected), **clip_text("_2", projected, seed=1), **t5_text("_3")}
-    return {**text, "vae": half_autoencoder(0.06), "scheduler": flow(shift=3.0)}
-
-
-_FOUR_STAGES = {"block_out_channels": (4,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
-
-
-def _allegro_components() -> dict[str, Any]:
-    """T5, an autoencoder of strides (4, 8, 8), and DDIM, clipped lest a random model's latents hide the last step."""
-    sizes = {"block_out_channels": (4,) * 4, "norm_num_groups": 2, "layers_per_block": 1}
-    scheduler = diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="trailing")
-    text = t5_text(tokenizer=word_tokenizer)
-    return {**text, "vae": autoencoder("AutoencoderKLAllegro", **sizes), "scheduler": scheduler}
-
-
-def _cogvideox_components() -> dict[str, Any]:
-    steps = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0}
-    scheduler = diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", **steps)
-    return {**t5_text(), "vae": autoencoder("AutoencoderKLCogVideoX", **_FOUR_STAGES), "scheduler": scheduler}
-
-
-def _cogview4_components() -> dict[str, Any]:
-    """GLM, whose last layer but one is read; text begins with a token of its own and is padded on the left."""
-    config, tokenizer = transformers.GlmConfig(**language_model(layers=2), head_dim=8), text_tokenizer()
-    begins = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
-    tokenizer.backend_tokenizer.post_processor, tokenizer.padding_side = begins, "left"
-    scheduler = flow(use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear")
-    text = {"tokenizer": tokenizer, "text_encoder": seeded(transformers.GlmModel, config=config)}
-    return {**text, "vae": kl_autoencoder(), "scheduler": scheduler}
-
-
-def _easyanimate_components() -> dict[str, Any]:
-    """An autoencoder of strides (4, 8, 8); a prompt that is encoded needs a text encoder for its type alone."""
-    vae = autoencoder("AutoencoderKLMagvit", **_FOUR_STAGES, spatial_group_norm=False)
-    return {"text_encoder": _qwen_vl(), "tokenizer": text_tokenizer(), "vae": vae, "scheduler": flow(shift=5.0)}
-
-
-def _hunyuan_dit_components() -> dict[str, Any]:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    betas = {"beta_start": 0.00085, "beta_end": 0.03, "beta_schedule": "scaled_linear"}
-    bert = seeded(transformers.BertModel, config=transformers.BertConfig(vocab_size=16, **sizes))
-    steps = diffusers.DDPMScheduler(**betas, clip_sample=False, prediction_type="v_prediction", steps_offset=1)
-    text = {"text_encoder": bert, "tokenizer": word_tokenizer(), **t5_text("_2", tokenizer=word_tokenizer)}
-    without = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    return {**text, "vae": kl_autoencoder(), "scheduler": steps, **without}
-
-
-def _hunyuan_video_components() -> dict[str, Any]:
-    """Llama for the tokens of the text, CLIP for the pooled text."""
-    llama = seeded(transformers.LlamaModel, config=transformers.LlamaConfig(**language_model(layers=3)))
-    vae = autoencoder("AutoencoderKLHunyuanVideo", **_FOUR_STAGES, mid_block_add_attention=False)
-    text = {"text_encoder": llama, "tokenizer": text_tokenizer(), **clip_text("_2")}
-    return {**text, "vae": vae, "scheduler": flow(shift=7.0)}
-
-
-def _framepack_components() -> dict[str, Any]:
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config, side = transformers.SiglipVisionConfig(**sizes, image_size=8, patch_size=4), {"height": 8, "width": 8}
-    image = {"image_encoder": seeded(transformers.SiglipVisionModel, config=config)}
-    image["feature_extractor"] = transformers.SiglipImageProcessor(size=side)
-    return {**_hunyuan_video_components(), **image, "scheduler": flow(use_dynamic_shifting=True)}
-
-
-def _hunyuan_video15(transformer: Any) -> Any:
-    """Qwen2.5-VL for the text, T5 for what is quoted in it; the guidance is a component."""
-    config = transformers.models.qwen2_5_vl.Qwen2_5_VLTextConfig(**qwen(layers=3))
-    strides = {"spatial_compression_ratio": 4, "temporal_compression_ratio": 2}
-    sizes = {"latent_channels": 4, "block_out_channels": (8, 8), "layers_per_block": 1}
-    matched = {"downsample_match_channel": False, "upsample_match_channel": False}
-    pipe = diffusers.HunyuanVideo15Pipeline(
-        text_encoder=seeded(transformers.models.qwen2_5_vl.Qwen2_5_VLTextModel, config=config),
-        tokenizer=text_tokenizer(),
-        transformer=transformer,
-        vae=autoencoder("AutoencoderKLHunyuanVideo15", **strides, **sizes, **matched),
-        scheduler=flow(shift=5.0),
-        **t5_text("_2"),
-        guider=diffusers.guiders.ClassifierFreeGuidance(guidance_scale=6.0),
-    )
-    pipe.prompt_template_encode_start_idx, pipe.tokenizer_max_length = 1, TEXT_TOKENS
-    pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 4, 3
-    return pipe
-
-
-def _hunyuan_image(transformer: Any) -> Any:
-    """Qwen2.5-VL for the text, T5 for what is quoted in it; the guidance is a component."""
-    sizes = {"block_out_channels": (32, 32), "layers_per_block": 1, "spatial_compression_ratio": 2}
-    channels = {"in_channels": 3, "out_channels": 3, "scaling_factor": 0.75}
-    matched = {"downsample_match_channel": False, "upsample_match_channel": False}
-    pipe = diffusers.HunyuanImagePipeline(
-        scheduler=flow(shift=5.0),
-        vae=autoencoder("AutoencoderKLHunyuanImage", latent_channels=4, sample_size=16, **channels, **sizes, **matched),
-        text_encoder=_qwen_vl(layers=3),
-        tokenizer=text_tokenizer(),
-        **t5_text("_2"),
-        transformer=transformer,
-        guider=diffusers.guiders.ClassifierFreeGuidance(guidance_scale=3.5),
-    )
-    pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = TEXT_TEMPLATE, 1
-    pipe.tokenizer_max_length, pipe.tokenizer_2_max_length = TEXT_TOKENS, 4
-    return pipe
-
-
-def _kandinsky5_components() -> dict[str, Any]:
-    """HunyuanVideo's autoencoder; a prompt that is encoded needs no text encoder."""
-    vae = autoencoder("AutoencoderKLHunyuanVideo", **_FOUR_STAGES, mid_block_add_attention=False)
-    return {
-        **dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")),
-        "vae": vae,
-        "scheduler": flow(shift=5.0),
-    }
-
-
-def _qwen3_vl(layers: int) -> Any:
-    """Qwen3-VL of 16 channels, which reads no pictures here."""
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
-    text = {**language_model(layers), "head_dim": 8, "rope_parameters": rope}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    vision |= {"deepstack_visual_indexes": [0]}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
-    return seeded(transformers.Qwen3VLModel, config=config)
-
-
-def _ideogram4(transformer: Any) -> Any:
-    """Qwen3-VL, 13 of whose 36 layers are the text, Flux.2's autoencoder, and a second transformer without text."""
-    tokenizer, statistics = text_tokenizer(), ("bn.running_mean", "bn.running_var")
-    tokenizer.chat_template = tokenizer.chat_template.replace("message.content", "message.content[0].text")
-    return diffusers.Ideogram4Pipeline(
-        scheduler=flow(),
-        vae=kl_autoencoder(2, 8, "AutoencoderKLFlux2", statistics=statistics),
-        text_encoder=_qwen3_vl(layers=36),
-        tokenizer=tokenizer,
-        transformer=transformer,
-        unconditional_transformer=copy.deepcopy(transformer),
-    )
-
-
-def _krea2(transformer: Any) -> Any:
-    pipe = diffusers.Krea2Pipeline(
-        scheduler=flow(use_dynamic_shifting=True),
-        vae=qwen_autoencoder(),
-        text_encoder=_qwen3_vl(layers=2),
-        tokenizer=text_tokenizer(),
-        transformer=transformer,
-        text_encoder_select_layers=(1, 2),
-    )
-    pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_start_idx = "the ", 1
-    pipe.prompt_template_encode_suffix, pipe.prompt_template_encode_num_suffix_tokens = "on", 1
-    return pipe
-
-
-def _latte_components() -> dict[str, Any]:
-    """DDIM, clipped lest a random model's latents hide the last step."""
-    scheduler = diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="trailing")
-    return {**t5_text(tokenizer=word_tokenizer), "vae": kl_autoencoder(), "scheduler": scheduler}
-
-
-_STATISTICS = ("latents_mean", "latents_std")
+def _of_stages(cls: str, **config: Any) -> Any:
+    """Four stages of four channels."""
+    stages = {"block_out_channels": (4,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+    return autoencoder(cls, **stages, **config)
 
 
 def _both(**config: Any) -> dict[str, Any]:
@@ -355,23 +168,112 @@ def _both(**config: Any) -> dict[str, Any]:
     return config | {f"decoder_{name}": value for name, value in config.items()}
 
 
+def flow(shift: float = 1.0, **config: Any) -> Any:
+    return FlowMatchEulerDiscreteScheduler(shift=shift, **config)
+
+
+def flow_by_size(**config: Any) -> Any:
+    """Flow matching that is shifted by the size of the picture."""
+    return flow(use_dynamic_shifting=True, **config)
+
+
+def _ddim() -> Any:
+    """Steps that are clipped, lest a random model's latents hide the last one."""
+    return diffusers.DDIMScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="trailing")
+
+
+def text_of(pipe: Any) -> dict[str, Any]:
+    return text(pipe.text_encoder, tokenizer=pipe.tokenizer)
+
+
+def t5_of_words(channels: int = 32, suffix: str = "") -> dict[str, Any]:
+    """T5 with a tokenizer that has no longest text."""
+    return text(t5(channels), suffix, word_tokenizer())
+
+
+def parts(vae: Any, scheduler: Any, *texts: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+    """Components of a pipeline beside its transformer, by name."""
+    return {**{name: x for one in texts for name, x in one.items()}, "vae": vae, "scheduler": scheduler, **others}
+
+
+def wan_components(flow_shift: float = 5.0, image_channels: int | None = None, **others: Any) -> dict[str, Any]:
+    """UMT5 with 32 channels, Wan's autoencoder with 16, UniPC on flow matching, and a vision encoder if asked for."""
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
+    found, side = parts(wan_pipeline().vae, scheduler, text_of(wan_pipeline())) | others, {"height": 8, "width": 8}
+    if image_channels is not None:
+        found["image_encoder"] = vision_model(transformers.CLIPVisionModel, image_channels, 2)
+        found["image_processor"] = transformers.CLIPImageProcessor(size=side, crop_size=side)
+    return found
+
+
+def flux2_components(content: str = "message.content") -> dict[str, Any]:
+    """A language model, three of whose layers are the text."""
+    qwen3 = language_model(transformers.Qwen3ForCausalLM, layers=30, head_dim=8)
+    return parts(_flux2_autoencoder(), flow_by_size(shift=3.0), text(qwen3, tokenizer=text_tokenizer(content)))
+
+
+def _sd3_components() -> dict[str, Any]:
+    first, second = (clip(transformers.CLIPTextModelWithProjection, seed) for seed in (0, 1))
+    return parts(half_autoencoder(0.06), flow(3.0), text(first), text(second, "_2"), text(t5(), "_3"))
+
+
+def _cogview4_components() -> dict[str, Any]:
+    """GLM, whose last layer but one is read; text begins with a token of its own and is padded on the left."""
+    glm, tokenizer = language_model(transformers.GlmModel, layers=2, head_dim=8), text_tokenizer()
+    begins = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
+    tokenizer.backend_tokenizer.post_processor, tokenizer.padding_side = begins, "left"
+    scheduler = flow_by_size(base_shift=0.25, max_shift=0.75, time_shift_type="linear")
+    return parts(kl_autoencoder(), scheduler, text(glm, tokenizer=tokenizer))
+
+
+def _hunyuan_dit_components() -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    betas = {"beta_start": 0.00085, "beta_end": 0.03, "beta_schedule": "scaled_linear"}
+    bert = seeded(transformers.BertModel, config=transformers.BertConfig(vocab_size=16, **sizes))
+    steps = diffusers.DDPMScheduler(**betas, clip_sample=False, prediction_type="v_prediction", steps_offset=1)
+    without = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    texts = text(bert, tokenizer=word_tokenizer()), t5_of_words(suffix="_2")
+    return parts(kl_autoencoder(), steps, *texts, **without)
+
+
+def _hunyuan_video_components(**others: Any) -> dict[str, Any]:
+    """Llama for the tokens of the text, CLIP for the pooled text."""
+    vae = _of_stages("AutoencoderKLHunyuanVideo", mid_block_add_attention=False)
+    llama = language_model(transformers.LlamaModel, layers=3)
+    return parts(vae, flow(7.0), text(llama), text(clip(), "_2")) | others
+
+
+def _kandinsky_components() -> dict[str, Any]:
+    """HunyuanVideo's autoencoder; a prompt that is encoded needs no text encoder."""
+    names = "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"
+    return _hunyuan_video_components(**dict.fromkeys(names), scheduler=flow(5.0))
+
+
+def _hunyuan_components(encoder: Any, guidance: float, vae: str, **config: Any) -> dict[str, Any]:
+    """T5 for what is quoted in the text; the guidance is a component."""
+    matched = {"downsample_match_channel": False, "upsample_match_channel": False}
+    made = autoencoder(vae, latent_channels=4, layers_per_block=1, **matched, **config)
+    guider = diffusers.guiders.ClassifierFreeGuidance(guidance_scale=guidance)
+    return parts(made, flow(5.0), text(encoder), text(t5(), "_2"), guider=guider)
+
+
+_STATISTICS = ("latents_mean", "latents_std")
+
+
 def _ltx_components() -> dict[str, Any]:
     """T5, an autoencoder of strides (4, 16, 16) with statistics of its channels, flow matching shifted by size."""
     halved = (True, True, False, False)
     stages = _both(block_out_channels=(8,) * 4, layers_per_block=(1,) * 5, spatio_temporal_scaling=halved)
     shift = {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024, "max_image_seq_len": 4096}
-    return {
-        **t5_text(channels=24, tokenizer=word_tokenizer),
-        "vae": autoencoder("AutoencoderKLLTXVideo", _STATISTICS, latent_channels=8, **stages),
-        "scheduler": flow(use_dynamic_shifting=True, **shift, shift_terminal=0.1),
-    }
+    vae = autoencoder("AutoencoderKLLTXVideo", _STATISTICS, latent_channels=8, **stages)
+    return parts(vae, flow_by_size(**shift, shift_terminal=0.1), t5_of_words(24))
 
 
 def _ltx2_components() -> dict[str, Any]:
     """Gemma with connectors for video and sound, autoencoders of both, of the video with strides (4, 16, 16)."""
     connector = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_learnable_registers": 4}
     connectors = {f"{kind}_connector_{name}": x for kind in ("video", "audio") for name, x in connector.items()}
-    text = {"caption_channels": 8, "text_proj_in_factor": 2, "per_modality_projections": True}
+    captions = {"caption_channels": 8, "text_proj_in_factor": 2, "per_modality_projections": True}
     stages = _both(block_out_channels=(8, 8), layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, True))
     sampling = {"downsample_type": ("spatiotemporal",) * 2, "upsample_type": ("spatiotemporal",) * 2}
     sampling |= {"upsample_residual": (False,) * 2, "upsample_factor": (1, 1)}
@@ -379,96 +281,146 @@ def _ltx2_components() -> dict[str, Any]:
     sound = {"latent_channels": 4, "mel_bins": 8, "base_channels": 8, "ch_mult": (1,), "num_res_blocks": 1}
     vocoder = {"in_channels": 16, "hidden_channels": 16, "upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]}
     vocoder |= {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]]}
-    return {
-        **gemma_text(),
-        "connectors": seeded(LTX2TextConnectors, **text, **connectors, video_hidden_dim=32, audio_hidden_dim=32),
-        "vae": autoencoder("AutoencoderKLLTX2Video", _STATISTICS, latent_channels=8, **stages),
-        "audio_vae": autoencoder("AutoencoderKLLTX2Audio", **sound, resolution=32),
-        "vocoder": seeded(LTX2Vocoder, **vocoder),
-        "scheduler": flow(use_dynamic_shifting=True, shift_terminal=0.1),
-    }
+    return parts(
+        autoencoder("AutoencoderKLLTX2Video", _STATISTICS, latent_channels=8, **stages),
+        flow_by_size(shift_terminal=0.1),
+        text_of(sana_pipeline()),
+        connectors=seeded(LTX2TextConnectors, **captions, **connectors, video_hidden_dim=32, audio_hidden_dim=32),
+        audio_vae=autoencoder("AutoencoderKLLTX2Audio", **sound, resolution=32),
+        vocoder=seeded(LTX2Vocoder, **vocoder),
+    )
 
 
-def _mochi_components() -> dict[str, Any]:
-    """T5, an autoencoder of strides (6, 8, 8) with statistics of its channels, flow matching the other way round."""
+def _mochi_autoencoder() -> Any:
+    """Strides (6, 8, 8), with statistics of its channels."""
     width = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
-    vae = autoencoder("AutoencoderKLMochi", **width, layers_per_block=(1,) * 5, add_attention_block=(False,) * 5)
-    return {**t5_text(), "vae": vae, "scheduler": flow(invert_sigmas=True)}
-
-
-def _lumina2_components() -> dict[str, Any]:
-    """The autoencoder must halve three times, which the pipeline takes for granted."""
-    vae = kl_autoencoder(shift_factor=0.1, use_quant_conv=False, use_post_quant_conv=False)
-    return {**gemma_text(), "vae": vae, "scheduler": flow(shift=6.0)}
-
-
-def modular(transformer: Any, kind: type, blocks: Any, **parts: Any) -> Any:
-    """A modular pipeline from an encoded prompt to latents, called as others are."""
-
-    class OfLatents(kind):  # type: ignore[misc, valid-type]
-        def __call__(self, **call: Any) -> Any:
-            return SimpleNamespace(frames=super().__call__(output="latents", **call))
-
-    pipe = OfLatents(blocks=blocks)
-    pipe.update_components(transformer=transformer, **parts)
-    return pipe
-
-
-def minimax_h3(transformer: Any) -> Any:
-    schedulers = {"scheduler": 12.0, "audio_scheduler": 3.0}
-    parts = {name: diffusers.MiniMaxH3Scheduler(shift=shift) for name, shift in schedulers.items()}
-    return modular(transformer, MiniMaxH3ModularPipeline, MiniMaxH3CoreDenoiseStep(), **parts)
-
-
-def _flux3(transformer: Any) -> Any:
-    return modular(transformer, Flux3ModularPipeline, Flux3CoreDenoiseStep(), scheduler=flow(shift=6.93))
+    return autoencoder("AutoencoderKLMochi", **width, layers_per_block=(1,) * 5, add_attention_block=(False,) * 5)
 
 
 def _pixart_components() -> dict[str, Any]:
     """DPM-Solver, whose few steps do not begin at noise alone: it would hide what a random model does later."""
     scheduler = DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02, timestep_spacing="leading")
-    return {**t5_text(tokenizer=word_tokenizer), "vae": kl_autoencoder(), "scheduler": scheduler}
-
-
-def _longcat(transformer: Any) -> Any:
-    pipe = diffusers.LongCatImagePipeline(
-        scheduler=flow(use_dynamic_shifting=True),
-        vae=half_autoencoder(0.1, latent_channels=16),  # the pipeline takes them for granted
-        text_encoder=_qwen_vl(),
-        tokenizer=text_tokenizer(),
-        text_processor=None,
-        transformer=transformer,
-    )
-    pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_suffix = "the", "on"
-    pipe.tokenizer_max_length = TEXT_TOKENS
-    return pipe
-
-
-def _qwenimage(transformer: Any) -> Any:
-    pipe = diffusers.QwenImagePipeline(
-        scheduler=flow(use_dynamic_shifting=True, max_shift=0.9, shift_terminal=0.02),
-        vae=qwen_autoencoder(),
-        text_encoder=_qwen_vl(),
-        tokenizer=text_tokenizer(),
-        transformer=transformer,
-    )
-    pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx = TEXT_TEMPLATE, 1
-    return pipe
+    return parts(kl_autoencoder(), scheduler, t5_of_words())
 
 
 def _sana_video_components(scheduler: Any = None) -> dict[str, Any]:
     usual = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0)
-    return {**gemma_text(), "vae": wan_pipeline().vae, "scheduler": scheduler or usual}
+    return parts(wan_pipeline().vae, scheduler or usual, text_of(sana_pipeline()))
 
 
-def _z_image_components() -> dict[str, Any]:
-    config = transformers.Qwen3Config(**language_model(layers=2), head_dim=8)
-    text = {"text_encoder": seeded(transformers.Qwen3Model, config=config), "tokenizer": text_tokenizer()}
-    return {**text, "vae": half_autoencoder(0.1), "scheduler": flow(shift=3.0)}
+def modular(kind: type, blocks: Any, **schedulers: Callable[[], Any]) -> Callable[[Any], Any]:
+    """What makes a modular pipeline from an encoded prompt to latents, called as others are."""
+
+    class OfLatents(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, **call: Any) -> Any:
+            return SimpleNamespace(frames=super().__call__(output="latents", **call))
+
+    def make(transformer: Any) -> Any:
+        pipe = OfLatents(blocks=blocks())
+        pipe.update_components(transformer=transformer, **{name: made() for name, made in schedulers.items()})
+        return pipe
+
+    return make
 
 
-def _of_wan(kind: str, flow_shift: float = 5.0, image_channels: int | None = None) -> Callable[[Any], Any]:
+def pipeline(kind: str, components: Callable[[], Mapping[str, Any]], **attributes: Any) -> Callable[[Any], Any]:
+    """What makes a pipeline of a transformer and components, with attributes that no argument gives."""
+
+    def make(transformer: Any) -> Any:
+        pipe = getattr(diffusers, kind)(transformer=transformer, **components())
+        for name, value in attributes.items():
+            setattr(pipe, name, value)
+        return pipe
+
+    return make
+
+
+def _ideogram4(transformer: Any) -> Any:
+    """Qwen3-VL, 13 of whose 36 layers are the text, Flux.2's autoencoder, and a second transformer without text."""
+    own = text(_qwen3_vl(layers=36), tokenizer=text_tokenizer(_OF_PICTURES))
+    own["unconditional_transformer"] = copy.deepcopy(transformer)
+    return pipeline("Ideogram4Pipeline", lambda: parts(_flux2_autoencoder(), flow(), own))(transformer)
+
+
+def _of_wan(kind: str, flow_shift: float, image_channels: int | None = None) -> Callable[[Any], Any]:
     return pipeline(kind, lambda: wan_components(flow_shift, image_channels))
+
+
+_COG_STEPS = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 1.0}
+_IN_RGB = {"in_channels": 3, "out_channels": 3, "scaling_factor": 0.75, "sample_size": 16}
+_TEMPLATE = {"prompt_template_encode": TEXT_TEMPLATE, "prompt_template_encode_start_idx": 1}
+_LENGTHS = {"tokenizer_max_length": TEXT_TOKENS, "tokenizer_2_max_length": 4}
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "allegro": pipeline("AllegroPipeline", lambda: parts(_of_stages("AutoencoderKLAllegro"), _ddim(), t5_of_words())),
+    "anyflow": pipeline(
+        "AnyFlowPipeline", lambda: wan_components(scheduler=diffusers.FlowMapEulerDiscreteScheduler(shift=5.0))),
+    "auraflow": pipeline("AuraFlowPipeline", lambda: parts(kl_autoencoder(), flow(1.73), text(t5()))),
+    "chroma": pipeline("ChromaPipeline", lambda: parts(half_autoencoder(), flow_by_size(), text(t5()))),
+    "chronoedit": _of_wan("ChronoEditPipeline", 5.0, 8),
+    "cogvideox": pipeline("CogVideoXPipeline", lambda: parts(
+        _of_stages("AutoencoderKLCogVideoX"),
+        diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", **_COG_STEPS), text(t5()))),
+    "cogview4": pipeline("CogView4Pipeline", _cogview4_components),
+    "dit": dit_pipeline,
+    # a prompt that is encoded needs a text encoder for its type alone
+    "easyanimate": pipeline("EasyAnimatePipeline", lambda: parts(
+        _of_stages("AutoencoderKLMagvit", spatial_group_norm=False), flow(5.0), text(_qwen_vl()))),
+    "flux": pipeline("FluxPipeline", lambda: parts(
+        half_autoencoder(), flow_by_size(shift=3.0), text(clip()), text(t5(), "_2"))),
+    "flux2": pipeline("Flux2Pipeline", lambda: flux2_components(_OF_PICTURES)),
+    "flux3": modular(Flux3ModularPipeline, Flux3CoreDenoiseStep, scheduler=lambda: flow(6.93)),
+    "framepack": pipeline("HunyuanVideoFramepackPipeline", lambda: _hunyuan_video_components(
+        image_encoder=vision_model(transformers.SiglipVisionModel, 8, 1), scheduler=flow_by_size(),
+        feature_extractor=transformers.SiglipImageProcessor(size={"height": 8, "width": 8}))),
+    "helios": pipeline("HeliosPipeline", lambda: wan_components(scheduler=diffusers.HeliosScheduler(stages=1))),
+    "hunyuan_dit": pipeline("HunyuanDiTPipeline", _hunyuan_dit_components),
+    "hunyuan_image": pipeline("HunyuanImagePipeline", lambda: _hunyuan_components(
+        _qwen_vl(layers=3), 3.5, "AutoencoderKLHunyuanImage", block_out_channels=(32, 32), spatial_compression_ratio=2,
+        **_IN_RGB), **_TEMPLATE, **_LENGTHS),
+    "hunyuan_video": pipeline("HunyuanVideoPipeline", _hunyuan_video_components),
+    "hunyuan_video15": pipeline("HunyuanVideo15Pipeline", lambda: _hunyuan_components(
+        language_model(transformers.models.qwen2_5_vl.Qwen2_5_VLTextModel, layers=3, **_SECTIONS), 6.0,
+        "AutoencoderKLHunyuanVideo15", block_out_channels=(8, 8), spatial_compression_ratio=4,
+        temporal_compression_ratio=2), prompt_template_encode_start_idx=1, vision_num_semantic_tokens=3, **_LENGTHS),
+    "ideogram4": _ideogram4,
+    "kandinsky5": pipeline("Kandinsky5T2VPipeline", _kandinsky_components),
+    "kandinsky6": pipeline("Kandinsky6TI2VAPipeline", _kandinsky_components),
+    "krea2": pipeline("Krea2Pipeline", lambda: parts(
+        qwen_autoencoder(), flow_by_size(), text(_qwen3_vl(layers=2)), text_encoder_select_layers=(1, 2)),
+        prompt_template_encode_prefix="the ", prompt_template_encode_start_idx=1,
+        prompt_template_encode_suffix="on", prompt_template_encode_num_suffix_tokens=1),
+    "latte": pipeline("LattePipeline", lambda: parts(kl_autoencoder(), _ddim(), t5_of_words())),
+    # the pipeline takes 16 channels for granted
+    "longcat_image": pipeline("LongCatImagePipeline", lambda: parts(
+        half_autoencoder(latent_channels=16), flow_by_size(), text(_qwen_vl()), text_processor=None),
+        prompt_template_encode_prefix="the", prompt_template_encode_suffix="on", tokenizer_max_length=TEXT_TOKENS),
+    "ltx": pipeline("LTXPipeline", _ltx_components),
+    "ltx2": pipeline("LTX2Pipeline", _ltx2_components),
+    # the autoencoder must halve three times, which the pipeline takes for granted
+    "lumina2": pipeline("Lumina2Pipeline", lambda: parts(half_autoencoder(stages=4, width=4), flow(6.0),
+                                                         text_of(sana_pipeline()))),
+    "minimax_h3": modular(MiniMaxH3ModularPipeline, MiniMaxH3CoreDenoiseStep,
+                          scheduler=lambda: diffusers.MiniMaxH3Scheduler(shift=12.0),
+                          audio_scheduler=lambda: diffusers.MiniMaxH3Scheduler(shift=3.0)),
+    # flow matching the other way round
+    "mochi": pipeline("MochiPipeline", lambda: parts(_mochi_autoencoder(), flow(invert_sigmas=True), text(t5()))),
+    "pixart": pipeline("PixArtAlphaPipeline", _pixart_components),
+    "pixart_sigma": pipeline("PixArtSigmaPipeline", _pixart_components),
+    "qwenimage": pipeline("QwenImagePipeline", lambda: parts(
+        qwen_autoencoder(), flow_by_size(max_shift=0.9, shift_terminal=0.02), text(_qwen_vl())), **_TEMPLATE),
+    "sana": sana_pipeline,
+    "sana_video": pipeline("SanaVideoPipeline", _sana_video_components),
+    "sana_video_image": pipeline("SanaImageToVideoPipeline", lambda: _sana_video_components(flow(8.0))),
+    "sd3": pipeline("StableDiffusion3Pipeline", _sd3_components),
+    "skyreels_v2": _of_wan("SkyReelsV2Pipeline", 8.0),
+    "skyreels_v2_forcing": _of_wan("SkyReelsV2DiffusionForcingPipeline", 8.0),
+    "skyreels_v2_image": _of_wan("SkyReelsV2ImageToVideoPipeline", 5.0, 8),
+    "wan": wan_pipeline,
+    "wan_animate": _of_wan("WanAnimatePipeline", 5.0, 8),
+    "z_image": pipeline("ZImagePipeline", lambda: parts(
+        half_autoencoder(), flow(3.0), text(language_model(transformers.Qwen3Model, layers=2, head_dim=8)))),
+}  # fmt: skip
+"""What makes the pipeline of a case, or of its family, around a transformer."""
 
 
 @dataclass(frozen=True)
@@ -476,7 +428,6 @@ class Case:
     """A tiny model with random weights, its inputs and its pipeline."""
 
     name: str
-    make: Callable[[Any], Any]
     call: Mapping[str, Any]
     attentions: tuple[str, ...]
     """Names of the self-attentions over the grid, in order."""
@@ -537,7 +488,8 @@ class Case:
         return self.transformer(**dict.fromkeys(model.more_layers, 1), **{model.layers_argument: 2 - model.layers % 2})
 
     def pipeline(self, **config: Any) -> Any:
-        return quiet(self.make(self.transformer(**config)))
+        make = MAKERS.get(self.name) or MAKERS[self.family]
+        return quiet(make(self.transformer(**config)))
 
     def call_of(self, grid: tuple[int, ...]) -> dict[str, Any]:
         """Arguments of the pipeline's call for two prompts and a grid."""
@@ -609,10 +561,8 @@ class _Built(Case):
 
 
 def _built(name: str, attentions: tuple[str, ...], family: str = "") -> Case:
-    of_pipeline, model = PIPELINES[family or name], FAMILIES[name]
-    makers = {"wan": wan_pipeline, "sana": sana_pipeline, "dit": dit_pipeline}
-    grids = model.grid, model.ragged_grid
-    return _Built(name, makers[family or name], of_pipeline.call, attentions, grids=grids, family=family)
+    grids = FAMILIES[name].grid, FAMILIES[name].ragged_grid
+    return _Built(name, PIPELINES[family or name].call, attentions, grids=grids, family=family)
 
 
 @cache
@@ -626,12 +576,8 @@ def _layers(count: int, name: str = "transformer_blocks.{}.attn1") -> tuple[str,
 
 def _forcing(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
     """A time for every frame, later blocks of two frames noisier."""
-    later = torch.arange(grid[0]) // 2 * 100
-    return {
-        **arguments,
-        "timestep": torch.tensor([[500], [250]])[: len(arguments["hidden_states"])] + later,
-        "enable_diffusion_forcing": True,
-    }
+    times = torch.tensor([[500], [250]])[: len(arguments["hidden_states"])] + torch.arange(grid[0]) // 2 * 100
+    return {**arguments, "timestep": times, "enable_diffusion_forcing": True}
 
 
 def _bool_mask(arguments: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
@@ -653,202 +599,159 @@ def _image_call(side: int, guidance: float | None, **different: Any) -> dict[str
     return {name: value for name, value in {**usual, **size, **different}.items() if value is not None}
 
 
+def _encoded(**texts: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same of a prompt and of a negative one."""
+    return {f"{kind}{name}": value for kind in ("", "negative_") for name, value in texts.items()}
+
+
+# Arguments of calls: without a text, with one, and with guidance
 _CLIP = {"num_frames": 13, "height": 64, "width": 96, "num_inference_steps": 2, "output_type": "pt"}
 _TOLD = {**_CLIP, "prompt": "a red ball moves", "max_sequence_length": TEXT_TOKENS}
 _GUIDED = {**_TOLD, "negative_prompt": "dog"}
+_EMBEDDED, _SURFING = _CLIP | embeddings(TEXT_TOKENS), _CLIP | {"prompt": "a cat surfing", "max_sequence_length": 8}
 _PICTURE = {"image": Image.new("RGB", (96, 64), "red")}
-_ROWS = {"settings": {"rope_max_seq_len": 32}, "grids": _VIDEO}
-_SHOWN = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24, "rope_max_seq_len": 32}
-_OF_WAN_SHOWN: dict[str, Any] = {"settings": _SHOWN, "grids": _VIDEO}
-_JOINT, _WAN_LAYERS = _layers(3, "transformer_blocks.{}.attn"), _layers(3, "blocks.{}.attn1")
-_TWO_STREAMS = (*_JOINT[:2], *_layers(2, "single_transformer_blocks.{}.attn"))
-_TEXT_FIRST, _CLIP_AND_T5 = (TEXT_TOKENS, 0), (0, 2 * TEXT_TOKENS)
-_SINGLE = {"num_single_layers": 2}
-_SD3 = {"attention_head_dim": 16, "caption_projection_dim": 32, "pooled_projection_dim": 24, "sample_size": 16}
-_SD3 |= {"pos_embed_max_size": 16}
-_DUAL = {"num_layers": 2, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
-_COG = {"sample_width": 12, "sample_height": 8, "sample_frames": 13, "max_text_seq_length": TEXT_TOKENS}
-_COG_1_5 = {**_COG, "sample_width": 300, "sample_height": 300, "patch_size_t": 2, "patch_bias": False}
-# guidance that skips an attention runs in a block that the tiny model has
-_LTX2_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8, "spatio_temporal_guidance_blocks": [1]}
-_LTX2_FIRST = {
-    **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), False),
-    **{"perturbed_attn": False, "use_prompt_embeddings": True, "rope_type": "interleaved"},
-}
-SOUND_CALL: dict[str, Any] = {
-    "prompt_embeds": drawer(1, seed=5)(TEXT_TOKENS, 16),
-    "text_token_tags": torch.ones(TEXT_TOKENS, dtype=torch.int64),
-    **{"num_frames": 124, "height": 64, "width": 96, "num_inference_steps": 3},  # the last is where the steps end
-}
-_FLUX3_CALL = {**embeddings(TEXT_TOKENS, 16), "height": 128, "width": 128, "num_inference_steps": 2}
-_FLUX3_LAYERS = (*_layers(2, "mode_blocks.image.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
-_PLAIN_CALL = {"negative_prompt": None, "use_resolution_binning": False}
-_CLEAN = {**_PLAIN_CALL, "prompt": "the red dog", "clean_caption": False}
-_Z_IMAGE = {"in_channels": 4, "cap_feat_dim": 16, "axes_lens": [1024, 32, 32]}
-_SANA_VIDEO = {"attention_head_dim": 24, "cross_attention_dim": 48}  # no query is negative in all channels
-_SANA_CALL = {"prompt": "a cat surfing", "frames": 13, "height": 64, "width": 96, "num_inference_steps": 2}
-_SANA_CALL |= {"max_sequence_length": 8, "complex_human_instruction": None, "use_resolution_binning": False}
-_SANA_CALL["output_type"] = "pt"
-_FORCING_CALL = {**_CLIP, **embeddings(TEXT_TOKENS), "prompt": None, "ar_step": 1, "causal_block_size": 2}
 _EDIT = {**embeddings(IMAGE_TEXT_TOKENS), **_PICTURE, **_CLIP}
 _EDIT_TWO = {name: value for name, value in _EDIT.items() if name != "num_frames"}
-_REASONING = {**_EDIT, "enable_temporal_reasoning": True, "num_temporal_reasoning_steps": 1}
+_UNBINNED = {"use_resolution_binning": False}
+_CLEAN = {"negative_prompt": None, **_UNBINNED, "prompt": "the red dog", "clean_caption": False}
+_SANA_CALL = {"frames": 13, "complex_human_instruction": None, **_UNBINNED}
+_SANA_CALL |= {name: value for name, value in _SURFING.items() if name != "num_frames"}
+_TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
 _FACES = {
     "pose_video": [Image.new("RGB", (96, 64), (20 * frame, 0, 90)) for frame in range(9)],
     "face_video": [Image.new("RGB", (16, 16), (0, 20 * frame, 90)) for frame in range(9)],
     **{"segment_frame_length": 9, "guidance_scale": 2.0},
 }
-_ANIMATED = {**_SHOWN, "latent_channels": 16, "num_layers": 4, "inject_face_latents_blocks": 2}
+_SOUND = {"prompt_embeds": drawer(1, seed=5)(TEXT_TOKENS, 16), "text_token_tags": torch.ones(TEXT_TOKENS).long()}
 # what stands in quotation marks is encoded a second time
-_QUOTED = {**_CLIP, "num_frames": 7, "height": 16, "width": 24, "negative_prompt": "ball"}
-_QUOTED["prompt"] = 'a dog on "the red wave"'
-_AURA_LAYERS = (*_layers(2, "joint_transformer_blocks.{}.attn"), *_layers(2, "single_transformer_blocks.{}.attn"))
-_edit = _of_wan("ChronoEditPipeline", 5.0, 8)
-_cogvideox, _ltx2 = pipeline("CogVideoXPipeline", _cogvideox_components), pipeline("LTX2Pipeline", _ltx2_components)
-_allegro = pipeline("AllegroPipeline", _allegro_components)
-_anyflow = pipeline(
-    "AnyFlowPipeline", lambda: {**wan_components(), "scheduler": diffusers.FlowMapEulerDiscreteScheduler(shift=5.0)}
+_QUOTED = 'a dog on "the red wave"'
+_KANDINSKY_TEXT = _encoded(
+    prompt_embeds_qwen=drawer(1, seed=5)(TEXT_TOKENS, 16),
+    prompt_embeds_clip=drawer(1, seed=6)(12),
+    prompt_cu_seqlens=torch.tensor([0, TEXT_TOKENS]),
 )
-_sd3, _z_image = pipeline("StableDiffusion3Pipeline", _sd3_components), pipeline("ZImagePipeline", _z_image_components)
-_cogview4 = pipeline("CogView4Pipeline", _cogview4_components)
-_easyanimate = pipeline("EasyAnimatePipeline", _easyanimate_components)
-_hunyuan_dit = pipeline("HunyuanDiTPipeline", _hunyuan_dit_components)
-_framepack = pipeline("HunyuanVideoFramepackPipeline", _framepack_components)
-_helios = pipeline("HeliosPipeline", lambda: {**wan_components(), "scheduler": diffusers.HeliosScheduler(stages=1)})
-_hunyuan_video = pipeline("HunyuanVideoPipeline", _hunyuan_video_components)
-_kandinsky5 = pipeline("Kandinsky5T2VPipeline", _kandinsky5_components)
-_kandinsky6 = pipeline("Kandinsky6TI2VAPipeline", _kandinsky5_components)
-_latte, _lumina2 = pipeline("LattePipeline", _latte_components), pipeline("Lumina2Pipeline", _lumina2_components)
-_ltx, _mochi = pipeline("LTXPipeline", _ltx_components), pipeline("MochiPipeline", _mochi_components)
-_pixart, _sigma = (pipeline(f"PixArt{kind}Pipeline", _pixart_components) for kind in ("Alpha", "Sigma"))
-_sana_video = pipeline("SanaVideoPipeline", _sana_video_components)
-_sana_image = pipeline("SanaImageToVideoPipeline", lambda: _sana_video_components(flow(shift=8.0)))
-_skyreels, _forced = (_of_wan(f"SkyReelsV2{kind}Pipeline", 8.0) for kind in ("", "DiffusionForcing"))
-_skyreels_image, _animate = (_of_wan(f"{kind}Pipeline", 5.0, 8) for kind in ("SkyReelsV2ImageToVideo", "WanAnimate"))
-_AURA, _FLUX_SETTINGS = {"num_single_dit_layers": 2, "sample_size": 16}, {**_SINGLE, "guidance_embeds": True}
-_COG_CALL, _COGVIEW_CALL = {**_GUIDED, "guidance_scale": 6.0}, _image_call(128, 5.0, max_sequence_length=16)
-_ALLEGRO_CALL = {**_GUIDED, "clean_caption": False, "output_type": "latent"}
-# the velocity, as training has it, in place of its mean over a step
-_ANYFLOW_CALL = {**_GUIDED, "guidance_scale": 5.0, "use_mean_velocity": False}
-_COG_LONG = {**_COG_CALL, "num_frames": 29}
-_EASY_TEXT = {**embeddings(TEXT_TOKENS, 16), "prompt_attention_mask": torch.ones(1, TEXT_TOKENS)}
-_EASY_TEXT["negative_prompt_attention_mask"] = _EASY_TEXT["prompt_attention_mask"]
-_EASY_CALL = {**_CLIP, **_EASY_TEXT, "guidance_scale": 5.0}
-_ONLY_PROMPT = {**_PLAIN_CALL, "prompt": "the red dog", "max_sequence_length": None}
-_IDEOGRAM_CALL = {**_image_call(32, 4.0, negative_prompt=None), "guidance_schedule": None}
-_KANDINSKY_TEXT = {
-    "prompt_embeds_qwen": drawer(1, seed=5)(TEXT_TOKENS, 16),
-    "prompt_embeds_clip": drawer(1, seed=6)(12),
-    "prompt_cu_seqlens": torch.tensor([0, TEXT_TOKENS]),
-}
-_KANDINSKY_LAYERS = _layers(3, "visual_transformer_blocks.{}.self_attention")
-_KANDINSKY_CALL = {
-    **{f"{kind}{name}": x for kind in ("", "negative_") for name, x in _KANDINSKY_TEXT.items()},
-    **{**_CLIP, "guidance_scale": 5.0},
-}
-_KANDINSKY6_CALL = {
+_KANDINSKY6_TEXT = {
     **{f"{kind}prompt_embeds": x for kind, x in zip(("", "negative_"), drawer(2, 5)(1, TEXT_TOKENS, 16), strict=True)},
     **{f"{kind}prompt_embeds": x for kind, x in zip(("pooled_", "negative_pooled_"), drawer(2, 6)(1, 12), strict=True)},
-    **{**_CLIP, "guidance_scale": 5.0, "sample_audio": False},
 }
-_KANDINSKY6_LAYERS = _layers(3, "visual_transformer_blocks.{}.video_dec_block.self_attention")
-_TEMPLATED = {**_TOLD, "guidance_scale": 6.0, "prompt_template": {"template": TEXT_TEMPLATE, "crop_start": 1}}
-_WINDOW = {**_TEMPLATED, **_PICTURE, "num_frames": 9, "latent_window_size": 3, "sampling_type": "vanilla"}
+# Names of attentions
+_JOINT, _WAN_LAYERS, _FOUR = _layers(3, "transformer_blocks.{}.attn"), _layers(3, "blocks.{}.attn1"), _layers(4)
+_OF_ONE_STREAM, _FOUR_BLOCKS = _layers(2, "single_transformer_blocks.{}.attn"), _layers(4, "blocks.{}.attn1")
+_TWO_STREAMS, _BY_LAYER = (*_JOINT[:2], *_OF_ONE_STREAM), _layers(3, "layers.{}.attention")
+_KANDINSKY = (
+    "visual_transformer_blocks.{}.self_attention",
+    "visual_transformer_blocks.{}.video_dec_block.self_attention",
+)
+# Settings of classes
+_SINGLE, _Z_IMAGE = {"num_single_layers": 2}, {"in_channels": 4, "cap_feat_dim": 16, "axes_lens": [1024, 32, 32]}
+_SHOWN = {"in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 24, "rope_max_seq_len": 32}
+_SD3 = {"attention_head_dim": 16, "caption_projection_dim": 32, "pooled_projection_dim": 24, "sample_size": 16}
+_SD3 |= {"pos_embed_max_size": 16}
+_COG = {"sample_width": 12, "sample_height": 8, "sample_frames": 13, "max_text_seq_length": TEXT_TOKENS}
+_LTX2_FIRST = {
+    **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), False),
+    **{"perturbed_attn": False, "use_prompt_embeddings": True, "rope_type": "interleaved"},
+}
+# Other fields
+_TEXT_FIRST, _CLIP_AND_T5 = (TEXT_TOKENS, 0), (0, 2 * TEXT_TOKENS)
+_ROWS = {"settings": {"rope_max_seq_len": 32}, "grids": _VIDEO}
+_OF_WAN_SHOWN: dict[str, Any] = {"settings": _SHOWN, "grids": _VIDEO}
 # two frames, two at half and 16 at a quarter scale; after the window a picture and text
 _HISTORY = (48 + 6 + 8, 4 + 5)
-_HELIOS_CALL = {**_CLIP, **embeddings(TEXT_TOKENS), "num_latent_frames_per_chunk": 4}
-_WEIGHED = {"is_amplify_history": True}
-_LATTE_CALL = _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False, video_length=3)
-_LUMINA_CALL = _image_call(128, 4.0, prompt="the red dog", system_prompt="the", max_sequence_length=8)
-_LUMINA_LAYERS = ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn"))
-_MOCHI_CALL = {**_GUIDED, "num_frames": 19, "guidance_scale": 4.5}
-_SIGMA = {"sample_size": 64, "use_additional_conditions": False}
-_DUAL_LAYERS = ("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn")
-_SKYREELS_CALL = {**_CLIP, **embeddings(TEXT_TOKENS)}
-_SKYREELS_IMAGE_CALL = {**_CLIP, **embeddings(IMAGE_TEXT_TOKENS), **_PICTURE}
-_FORCED = {"rope_max_seq_len": 32, "num_frame_per_block": 2}
-_TWO_FRAMES = {**_OF_WAN_SHOWN, "grids": ((2, 4, 6), (2, 5, 4))}
-# its forward branches on whether all image embeddings are 0
-_HUNYUAN_1_5 = {"compiles_whole": False, "extra": (0, 7 + TEXT_TOKENS)}
-_QUOTED_IMAGE = {**_image_call(16, None, max_sequence_length=None), "prompt": _QUOTED["prompt"]}
-_HUNYUAN_IMAGE = {"compiles_whole": False, "extra": (0, 4 + TEXT_TOKENS)}
-_CHROMA = {"extra": _TEXT_FIRST, "checkpointed": 1, "change": _bool_mask}
-_DIT = {"mlp_ratio": 2.0, "sample_size": 16}
-_LATTE = {"sample_size": 16, "video_length": 3}
-_LONGCAT_CALL = _image_call(32, 4.5, max_sequence_length=None, enable_prompt_rewrite=False)
-_TEXT_LAST, _Z_LAYERS = (0, TEXT_TOKENS), _layers(3, "layers.{}.attention")
-_LTX_CALL = {**_CLIP, "prompt": "a cat surfing", "max_sequence_length": 8}
-_ALONE: dict[str, Any] = {"negative_prompt": None}
-_FOUR_BLOCKS, _QWEN_CALL = _layers(4, "blocks.{}.attn1"), _image_call(32, None, true_cfg_scale=4.0)
-_SANA_SHOWN, _OF_SANA = {**_SANA_CALL, **_PICTURE}, {"grids": _WHOLE, "family": "sana_video"}
-_OF_SKYREELS = {"grids": ((4, 4, 6), (2, 5, 4)), "family": "skyreels_v2"}
-_UNEVEN = {"family": "z_image", "extra": (0, 64)}
+_HELIOS: dict[str, Any] = {"call": _EMBEDDED | {"num_latent_frames_per_chunk": 4}, "extra": (_HISTORY[0], 0)}
 
 _TABLE = (
     # latents, since its autoencoder decodes whole tiles alone
-    Case("allegro", _allegro, _ALLEGRO_CALL, _layers(3), grids=_VIDEO),
-    Case("anyflow", _anyflow, _ANYFLOW_CALL, _WAN_LAYERS, **_ROWS),
-    Case("auraflow", _auraflow, _image_call(128, 3.5), _AURA_LAYERS, _AURA, extra=(8 + TEXT_TOKENS, 0)),
+    Case("allegro", _GUIDED | {"clean_caption": False, "output_type": "latent"}, _layers(3), grids=_VIDEO),
+    # the velocity, as training has it, in place of its mean over a step
+    Case("anyflow", _GUIDED | {"guidance_scale": 5.0, "use_mean_velocity": False}, _WAN_LAYERS, **_ROWS),
+    Case("auraflow", _image_call(128, 3.5), (*_layers(2, "joint_transformer_blocks.{}.attn"), *_OF_ONE_STREAM),
+         {"num_single_dit_layers": 2, "sample_size": 16}, extra=(8 + TEXT_TOKENS, 0)),
     # four latent frames in the first step and two in the second; and two in every step
-    Case("chronoedit", _edit, _REASONING, _WAN_LAYERS, **_OF_WAN_SHOWN),
-    Case("chronoedit_edit", _edit, _EDIT_TWO, _WAN_LAYERS, family="chronoedit", **_TWO_FRAMES),
+    Case("chronoedit", _EDIT | {"enable_temporal_reasoning": True, "num_temporal_reasoning_steps": 1}, _WAN_LAYERS,
+         **_OF_WAN_SHOWN),
+    Case("chronoedit_edit", _EDIT_TWO, _WAN_LAYERS, _SHOWN, ((2, 4, 6), (2, 5, 4)), "chronoedit"),
     # diffusers drops the mask of texts of other lengths under gradient checkpointing
-    Case("chroma", _chroma, _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, **_CHROMA),
-    Case("cogvideox", _cogvideox, _COG_CALL, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
-    Case("cogvideox_two_frames", _cogvideox, _COG_LONG, _layers(3), _COG_1_5, _VIDEO, "cogvideox", extra=_TEXT_FIRST),
-    Case("cogview4", _cogview4, _COGVIEW_CALL, _layers(3), extra=(16, 0)),
-    Case("easyanimate", _easyanimate, _EASY_CALL, _layers(3), grids=_VIDEO, extra=_TEXT_FIRST),
-    Case("flux", _flux, _image_call(32, 3.5, **_ALONE), _TWO_STREAMS, _FLUX_SETTINGS, extra=_TEXT_FIRST),
-    Case("flux2", flux2_pipeline, _image_call(32, 4.0, **_ALONE), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
-    Case("flux3", _flux3, _FLUX3_CALL, _FLUX3_LAYERS, _SINGLE, extra=_TEXT_FIRST),
-    Case("framepack", _framepack, _WINDOW, _TWO_STREAMS, _SINGLE, ((3, 4, 6), (3, 5, 4)), extra=_HISTORY, samples=1),
-    Case("helios", _helios, _HELIOS_CALL, _WAN_LAYERS, grids=_CHUNK, extra=(_HISTORY[0], 0)),
+    Case("chroma", _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST, checkpointed=1, change=_bool_mask),
+    Case("cogvideox", _GUIDED | {"guidance_scale": 6.0}, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
+    Case("cogvideox_two_frames", _GUIDED | {"guidance_scale": 6.0, "num_frames": 29}, _layers(3),
+         _COG | {"sample_width": 300, "sample_height": 300, "patch_size_t": 2, "patch_bias": False}, _VIDEO,
+         "cogvideox", extra=_TEXT_FIRST),
+    Case("cogview4", _image_call(128, 5.0, max_sequence_length=16), _layers(3), extra=(16, 0)),
+    Case("easyanimate", _CLIP | embeddings(TEXT_TOKENS, 16) | {"guidance_scale": 5.0}
+         | _encoded(prompt_attention_mask=torch.ones(1, TEXT_TOKENS)), _layers(3), grids=_VIDEO, extra=_TEXT_FIRST),
+    Case("flux", _image_call(32, 3.5, negative_prompt=None), _TWO_STREAMS, _SINGLE | {"guidance_embeds": True},
+         extra=_TEXT_FIRST),
+    Case("flux2", _image_call(32, 4.0, negative_prompt=None), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
+    Case("flux3", {**embeddings(TEXT_TOKENS, 16), "height": 128, "width": 128, "num_inference_steps": 2},
+         (*_layers(2, "mode_blocks.image.{}.attn"), *_OF_ONE_STREAM), _SINGLE, extra=_TEXT_FIRST),
+    Case("framepack", {**_TEMPLATED, **_PICTURE, "num_frames": 9, "latent_window_size": 3, "sampling_type": "vanilla"},
+         _TWO_STREAMS, _SINGLE, ((3, 4, 6), (3, 5, 4)), extra=_HISTORY, samples=1),
+    Case("helios", attentions=_WAN_LAYERS, grids=_CHUNK, **_HELIOS),
     # keys of earlier frames weigh more
-    Case("helios_weighed", _helios, _HELIOS_CALL, _WAN_LAYERS, _WEIGHED, _CHUNK, "helios", extra=(_HISTORY[0], 0)),
-    Case("hunyuan_dit", _hunyuan_dit, _image_call(128, 5.0, **_ONLY_PROMPT), _FOUR_BLOCKS, _DIT, noise=0.1),
-    Case("hunyuan_image", _hunyuan_image, _QUOTED_IMAGE, _TWO_STREAMS, _SINGLE, **_HUNYUAN_IMAGE),
-    Case("hunyuan_video", _hunyuan_video, _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=_TEXT_LAST),
-    Case("hunyuan_video15", _hunyuan_video15, _QUOTED, _JOINT, {"target_size": 16}, _VIDEO, **_HUNYUAN_1_5),
-    Case("ideogram4", _ideogram4, _IDEOGRAM_CALL, _layers(3, "layers.{}.attention"), extra=_TEXT_FIRST),
-    Case("kandinsky5", _kandinsky5, _KANDINSKY_CALL, _KANDINSKY_LAYERS, grids=_VIDEO),
-    Case("kandinsky6", _kandinsky6, _KANDINSKY6_CALL, _KANDINSKY6_LAYERS, grids=_VIDEO),
-    Case("krea2", _krea2, _image_call(32, 3.5), _JOINT, extra=_TEXT_FIRST),
-    Case("latte", _latte, _LATTE_CALL, _layers(3), _LATTE, frames=3),
-    Case("longcat_image", _longcat, _LONGCAT_CALL, _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST),
-    Case("ltx", _ltx, _LTX_CALL, _layers(3), grids=_WHOLE),
-    Case("ltx2", _ltx2, _LTX2_CALL, _layers(3), grids=_WHOLE),
+    Case("helios_weighed", attentions=_WAN_LAYERS, settings={"is_amplify_history": True}, grids=_CHUNK,
+         family="helios", **_HELIOS),
+    Case("hunyuan_dit", _image_call(128, 5.0, **_UNBINNED, negative_prompt=None, prompt="the red dog",
+         max_sequence_length=None), _FOUR_BLOCKS, {"mlp_ratio": 2.0, "sample_size": 16}, noise=0.1),
+    # the forwards of this and the next but one branch on whether all image embeddings are 0
+    Case("hunyuan_image", _image_call(16, None, max_sequence_length=None, prompt=_QUOTED), _TWO_STREAMS, _SINGLE,
+         compiles_whole=False, extra=(0, 4 + TEXT_TOKENS)),
+    Case("hunyuan_video", _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=(0, TEXT_TOKENS)),
+    Case("hunyuan_video15", _CLIP | {"num_frames": 7, "height": 16, "width": 24, "negative_prompt": "ball",
+         "prompt": _QUOTED}, _JOINT, {"target_size": 16}, _VIDEO, compiles_whole=False, extra=(0, 7 + TEXT_TOKENS)),
+    Case("ideogram4", _image_call(32, 4.0, negative_prompt=None) | {"guidance_schedule": None}, _BY_LAYER,
+         extra=_TEXT_FIRST),
+    Case("kandinsky5", {**_KANDINSKY_TEXT, **_CLIP, "guidance_scale": 5.0}, _layers(3, _KANDINSKY[0]), grids=_VIDEO),
+    Case("kandinsky6", {**_KANDINSKY6_TEXT, **_CLIP, "guidance_scale": 5.0, "sample_audio": False},
+         _layers(3, _KANDINSKY[1]), grids=_VIDEO),
+    Case("krea2", _image_call(32, 3.5), _JOINT, extra=_TEXT_FIRST),
+    Case("latte", _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False,
+         video_length=3), _layers(3), {"sample_size": 16, "video_length": 3}, frames=3),
+    Case("longcat_image", _image_call(32, 4.5, max_sequence_length=None, enable_prompt_rewrite=False), _TWO_STREAMS,
+         _SINGLE, extra=_TEXT_FIRST),
+    Case("ltx", _SURFING, _layers(3), grids=_WHOLE),
+    # guidance that skips an attention runs in a block that the tiny model has
+    Case("ltx2", _SURFING | {"spatio_temporal_guidance_blocks": [1]}, _layers(3), grids=_WHOLE),
     # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
-    Case("ltx2_first", _ltx2, _LTX2_CALL, _layers(3), _LTX2_FIRST, _WHOLE, "ltx2"),
-    Case("mochi", _mochi, _MOCHI_CALL, _layers(3), grids=_VIDEO, extra=(0, 4)),
+    Case("ltx2_first", _SURFING | {"spatio_temporal_guidance_blocks": [1]}, _layers(3), _LTX2_FIRST, _WHOLE, "ltx2"),
+    Case("mochi", _GUIDED | {"num_frames": 19, "guidance_scale": 4.5}, _layers(3), grids=_VIDEO, extra=(0, 4)),
     # its forward reads the lengths of texts
-    Case("lumina2", _lumina2, _LUMINA_CALL, _LUMINA_LAYERS, compiles_whole=False, extra=(8, 0)),
-    # text, and as many rows of sound
-    Case("minimax_h3", minimax_h3, SOUND_CALL, _JOINT, grids=((37, 2, 3), (37, 4, 2)), extra=(420, 0), samples=1),
-    Case("pixart", _pixart, _image_call(128, 1.5, **_CLEAN), _layers(3), {"sample_size": 128}),
-    Case("pixart_sigma", _sigma, _image_call(128, 1.5, **_CLEAN), _layers(3), _SIGMA, family="pixart"),
-    Case("qwenimage", _qwenimage, _QWEN_CALL, _JOINT, {"joint_attention_dim": 16}, extra=(4, 0)),
-    Case("sana_video", _sana_video, _SANA_CALL, _layers(3), _SANA_VIDEO, _WHOLE),
-    Case("sana_video_image", _sana_image, _SANA_SHOWN, _layers(3), _SANA_VIDEO, **_OF_SANA),
-    Case("sd3", _sd3, _image_call(32, 5.0), _JOINT, _SD3, extra=_CLIP_AND_T5),
+    Case("lumina2", _image_call(128, 4.0, prompt="the red dog", system_prompt="the", max_sequence_length=8),
+         ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn")), compiles_whole=False, extra=(8, 0)),
+    # text, and as many rows of sound; the last of the three steps is where they end
+    Case("minimax_h3", {**_SOUND, "num_frames": 124, "height": 64, "width": 96, "num_inference_steps": 3}, _JOINT,
+         grids=((37, 2, 3), (37, 4, 2)), extra=(420, 0), samples=1),
+    Case("pixart", _image_call(128, 1.5, **_CLEAN), _layers(3), {"sample_size": 128}),
+    Case("pixart_sigma", _image_call(128, 1.5, **_CLEAN), _layers(3),
+         {"sample_size": 64, "use_additional_conditions": False}, family="pixart"),
+    Case("qwenimage", _image_call(32, None, true_cfg_scale=4.0), _JOINT, {"joint_attention_dim": 16}, extra=(4, 0)),
+    # no query is negative in all channels
+    Case("sana_video", _SANA_CALL, _layers(3), {"attention_head_dim": 24, "cross_attention_dim": 48}, _WHOLE),
+    Case("sana_video_image", _SANA_CALL | _PICTURE, _layers(3), {"attention_head_dim": 24, "cross_attention_dim": 48},
+         _WHOLE, "sana_video"),
+    Case("sd3", _image_call(32, 5.0), _JOINT, _SD3, extra=_CLIP_AND_T5),
     # as SD 3.5: query and key normed, and in the first layer a second attention over the image alone
-    Case("sd3_dual", _sd3, _image_call(32, 5.0), _DUAL_LAYERS, {**_SD3, **_DUAL}, family="sd3", extra=_CLIP_AND_T5),
-    Case("skyreels_v2", _skyreels, _SKYREELS_CALL, _WAN_LAYERS, **_ROWS),
+    Case("sd3_dual", _image_call(32, 5.0), (_JOINT[0], f"{_JOINT[0]}2", _JOINT[1]),
+         _SD3 | {"num_layers": 2, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}, family="sd3",
+         extra=_CLIP_AND_T5),
+    Case("skyreels_v2", _EMBEDDED, _WAN_LAYERS, **_ROWS),
     # two latent frames in a block, each block sees itself and the ones before it
-    Case("skyreels_v2_forcing", _forced, _FORCING_CALL, _WAN_LAYERS, _FORCED, change=_forcing, **_OF_SKYREELS),
-    Case(
-        "skyreels_v2_image", _skyreels_image, _SKYREELS_IMAGE_CALL, _WAN_LAYERS, family="skyreels_v2", **_OF_WAN_SHOWN
-    ),
-    Case("wan_animate", _animate, {**_EDIT_TWO, **_FACES}, _FOUR_BLOCKS, _ANIMATED, _CHUNK),
-    _built("dit", _layers(4)),
+    Case("skyreels_v2_forcing", _EMBEDDED | {"prompt": None, "ar_step": 1, "causal_block_size": 2}, _WAN_LAYERS,
+         {"rope_max_seq_len": 32, "num_frame_per_block": 2}, ((4, 4, 6), (2, 5, 4)), "skyreels_v2", change=_forcing),
+    Case("skyreels_v2_image", _EDIT, _WAN_LAYERS, family="skyreels_v2", **_OF_WAN_SHOWN),
+    Case("wan_animate", {**_EDIT_TWO, **_FACES}, _FOUR_BLOCKS,
+         _SHOWN | {"latent_channels": 16, "num_layers": 4, "inject_face_latents_blocks": 2}, _CHUNK),
+    _built("dit", _FOUR),
     _built("sana", _layers(3)),
     _built("sana_qk_norm", _layers(3), "sana"),
     _built("wan", _FOUR_BLOCKS),
     _built("wan_i2v", _WAN_LAYERS, "wan"),
     _built("wan_ti2v", _WAN_LAYERS, "wan"),
     _built("wan_vace", (*_WAN_LAYERS, "vace_blocks.0.attn1", "vace_blocks.1.attn1"), "wan"),
-    Case("z_image", _z_image, _image_call(32, 4.0), _Z_LAYERS, _Z_IMAGE, extra=(0, 32)),
-    Case("z_image_uneven", _z_image, _image_call(32, 4.0), _Z_LAYERS, _Z_IMAGE, change=_long_text, **_UNEVEN),
-)
+    Case("z_image", _image_call(32, 4.0), _BY_LAYER, _Z_IMAGE, extra=(0, 32)),
+    Case("z_image_uneven", _image_call(32, 4.0), _BY_LAYER, _Z_IMAGE, family="z_image", change=_long_text,
+         extra=(0, 64)),
+)  # fmt: skip
 CASES = {case.name: case for case in _TABLE}
 NAMES = tuple(case.name for case in CASES.values() if not case.family)
 """Names of a case of each family."""

@@ -17,7 +17,7 @@ from mhla_diffusers.training.data.cache import LatentCache
 
 from ..evaluation.pictures import mhla
 from .cogview3plus import COGVIEW3PLUS
-from .cogview3plus_tiny import CALL, cogview3plus_pipeline, save_cogview3plus
+from .cogview3plus_tiny import CALL, CASE, save_cogview3plus
 
 SETTINGS = [word for name, value in CALL.items() for word in ("--set", f"{name}={str(value).lower()}")]
 
@@ -69,5 +69,5 @@ def test_encode_and_finetune(model, tmp_path):
     run("finetune", file, f"output={tmp_path / 'transfer'}")
     begun = f"patch={tmp_path / 'transfer' / 'result'}"
     run("finetune", file, begun, "trainable=all", "objectives={diffusion: 1.0, distillation: 1.0}")
-    assert is_patched(load_mhla(cogview3plus_pipeline(), tmp_path / "run" / "result"))
+    assert is_patched(load_mhla(CASE.pipeline(), tmp_path / "run" / "result"))
     assert list((tmp_path / "run" / "samples").rglob("*.png"))

@@ -108,19 +108,27 @@ def test_tokens_beside_the_grid_stand_where_the_table_says(name: str) -> None:
     assert not changed[before + tokens :].any()
 
 
-@every_case
-def test_apply_changes_and_removal_leaves_no_trace(name: str) -> None:
-    """The family's default patch, on two grids; twice."""
+@pytest.mark.parametrize(
+    ("name", "is_mhla"),
+    [*((name, False) for name in CASES), *((name, True) for name in MHLA if name != "skyreels_v2_forcing")],
+)
+def test_apply_changes_and_removal_leaves_no_trace(name: str, is_mhla: bool) -> None:
+    """The family's default patch and MHLA, on two grids; twice."""
     case = case_of(name)
     model, requests = case.transformer(), both(case)
-    before, attributes = footprint(model), set(dir(model))
+    before, attributes, settings = footprint(model), set(dir(model)), plain(name) if is_mhla else {}
     expected = [output(model, arguments) for arguments in requests]
-    assert mhla.apply_mhla(model) is model and mhla.is_patched(model)
-    assert handle(model).config == case.of_family.default_config
+    assert mhla.apply_mhla(model, **settings) is model and mhla.is_patched(model)
+    assert is_mhla or handle(model).config == case.of_family.default_config
     assert set(dir(model)) - attributes == {"_mhla"}  # no method comes, such as one that fuses projections
-    if is_sparse(name):
+    own = {f"{attention}.processor" for attention in case.attentions}
+    kinds = attn_processors(model)
+    if is_mhla or not is_sparse(name):
+        assert [key.removesuffix(".mhla") for key in mhla.mhla_layers(model)] == list(case.attentions)
+    else:
         assert not mhla.mhla_layers(model) and list(model.state_dict()) == list(before["state"])
-        assert attn_processors(model) == before["processors"]
+        own = set()
+    assert all(kinds[key] is before["processors"][key] for key in before["processors"].keys() - own)
     found = [output(model, arguments) for arguments in requests]
     if name not in STAY_DENSE:
         for one, wanted in zip(found, expected, strict=True):
@@ -128,7 +136,7 @@ def test_apply_changes_and_removal_leaves_no_trace(name: str) -> None:
     assert mhla.remove_mhla(model) is model and not mhla.is_patched(model)
     assert torch.equal(output(model, requests[0]), expected[0])
     assert footprint(model) == before
-    assert torch.equal(output(mhla.apply_mhla(model), requests[0]), found[0])
+    assert torch.equal(output(mhla.apply_mhla(model, **settings), requests[0]), found[0])
 
 
 @pytest.mark.parametrize(
@@ -232,24 +240,6 @@ def test_variants_of_a_family(name: str, settings: dict[str, Any], change: Any) 
 
 
 # MHLA, in the families that it is trained for
-
-
-@pytest.mark.parametrize("name", [name for name in MHLA if name != "skyreels_v2_forcing"])
-def test_mhla_has_a_layer_in_every_self_attention(name: str) -> None:
-    case = case_of(name)
-    model, arguments = case.transformer(), case.inputs()
-    before, expected = footprint(model), output(model, arguments)
-    mhla.apply_mhla(model, **plain(name))
-    assert [key.removesuffix(".mhla") for key in mhla.mhla_layers(model)] == list(case.attentions)
-    found, kinds = output(model, arguments), attn_processors(model)
-    own = {f"{attention}.processor" for attention in case.attentions}
-    assert {key: kinds[key] for key in kinds.keys() - own} == {
-        key: before["processors"][key] for key in kinds.keys() - own
-    }
-    assert_changed(found, expected)
-    mhla.remove_mhla(model)
-    assert footprint(model) == before and torch.equal(output(model, arguments), expected)
-    assert torch.equal(output(mhla.apply_mhla(model, **plain(name)), arguments), found)
 
 
 @pytest.mark.parametrize("name", [name for name in MHLA if name not in ("dit", "skyreels_v2_forcing")])

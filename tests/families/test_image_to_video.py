@@ -12,18 +12,19 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 
 from mhla_diffusers import apply_mhla
-from mhla_diffusers.families import FlowMatching, arguments_of, get_family, named_arguments, predict
+from mhla_diffusers.families import FlowMatching, arguments_of, get_family, predict
 from mhla_diffusers.training.data.batches import drop_prompts
 
 from ..models import seeded, wan_i2v
 from ..pipelines import quiet
 from ..refusals import refused
-from .cases import SPARSE, TEXT_TOKENS, case_of, language_model, text_tokenizer, wan_components
+from .cases import SPARSE, TEXT_TOKENS, case_of, language_settings, text_tokenizer, wan_components
+from .test_inputs import forwards
 
 _FRAMES, _HEIGHT, _WIDTH = 13, 64, 96
 
 
-def _wan_pipeline() -> WanImageToVideoPipeline:
+def _wan_pipeline() -> Any:
     return quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **wan_components(5.0, 8)))
 
 
@@ -42,7 +43,7 @@ def _llava() -> dict[str, Any]:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<|end_header_id|>"]})
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**{**language_model(layers=3), "vocab_size": 32}),
+        text_config=transformers.LlamaConfig(**language_settings(layers=3, vocab_size=32)),
         vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
     )
@@ -125,7 +126,7 @@ def test_a_sample_gives_the_transformer_what_the_pipeline_gives(name: str, monke
     pipe, video = make(), _video()
     first = Image.fromarray(video[:, 0].movedim(0, -1).numpy())
     size = {"height": _HEIGHT, "width": _WIDTH, "num_inference_steps": 2}
-    given = _first_forward(pipe, {**call, **size, "image": first})
+    given = forwards(pipe, **call, **size, image=first, output_type="latent")[0]
     _, found = _encoded(name, pipe, (video.float() / 127.5 - 1)[None])
     texts = {key for key, x in given.items() if key.startswith("encoder_") and x is not None}
     assert texts <= found.keys() and torch.equal(found["encoder_hidden_states"], given["encoder_hidden_states"])
@@ -164,17 +165,6 @@ def _video() -> torch.Tensor:
     """uint8 (3, F, H, W)."""
     generator = torch.Generator().manual_seed(6)
     return torch.randint(0, 256, (3, _FRAMES, _HEIGHT, _WIDTH), dtype=torch.uint8, generator=generator)
-
-
-def _first_forward(pipe: Any, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What the pipeline hands to its transformer first."""
-    calls: list[dict[str, torch.Tensor]] = []
-    hook = pipe.transformer.register_forward_pre_hook(
-        lambda *call: calls.append(named_arguments(*call)), with_kwargs=True
-    )
-    pipe(**{**call, "output_type": "latent"}, generator=torch.Generator().manual_seed(3))
-    hook.remove()
-    return calls[0]
 
 
 def test_a_transformer_of_other_channels_is_refused() -> None:

@@ -14,7 +14,7 @@ import mhla_diffusers as mhla
 
 from ..models import assert_changed
 from ..pipelines import quiet
-from .cases import ALL_LISTED, CASES, NAMES, SPARSE, case_of, flow, flux2_pipeline, plain, tally
+from .cases import ALL_LISTED, CASES, NAMES, SPARSE, case_of, flow, flux2_components, pipeline, plain, tally
 
 FIRST_DENSE = {**SPARSE, "dense_first": 1, "dense_last": 0, "dense_every": 0}
 
@@ -71,7 +71,8 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_other_pipelines_are_patched_and_restored(kind: str, name: str, call: dict[str, Any]) -> None:
     case = case_of(name)
     if kind == "Flux2KleinPipeline":
-        pipe = quiet(flux2_pipeline(case.transformer(guidance_embeds=False), kind, is_distilled=True))
+        make = pipeline(kind, lambda: flux2_components() | {"is_distilled": True})
+        pipe = quiet(make(case.transformer(guidance_embeds=False)))
     else:
         parts = case.pipeline().components | ({"scheduler": flow()} if kind == "LTXConditionPipeline" else {})
         pipe = quiet(getattr(diffusers, kind)(**parts))

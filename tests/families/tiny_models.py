@@ -5,9 +5,10 @@ from typing import Any
 from mhla_diffusers.families import Model
 from mhla_diffusers.families.models import tiny_image, tiny_video
 
-_FLUX_RELATIVE: dict[str, Any] = {"head_dim": 16, "layers": 2, "more_layers": {"num_single_layers": 1}}
+_STREAMS: dict[str, Any] = {"layers": 2, "more_layers": {"num_single_layers": 1}}
+_FLUX_RELATIVE = {**_STREAMS, "head_dim": 16}
 _OF_WAN = {"ffn_dim": 32, "text_dim": 32, "freq_dim": 16}
-_FACE: dict[str, Any] = {"image_dim": 8, "added_kv_proj_dim": 24, "motion_style_dim": 8, "motion_dim": 4}
+_FACE: dict[str, Any] = {**_OF_WAN, "image_dim": 8, "added_kv_proj_dim": 24, "motion_style_dim": 8, "motion_dim": 4}
 _FACE |= {"motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16, "motion_encoder_dim": 8}
 _FACE |= {"face_encoder_hidden_dim": 8, "face_encoder_num_heads": 2}
 _CHROMA = {"axes_dims_rope": (4, 6, 6), "joint_attention_dim": 32, "in_channels": 16, "approximator_num_channels": 16}
@@ -46,6 +47,7 @@ _LTX2: dict[str, Any] = {
 _LTX2_STRIDES: dict[str, Any] = {"sizes": ((128, 192),), "stride": 32, "patch": 1, "temporal_stride": 8}
 _LUMINA: dict[str, Any] = {"in_channels": 4, "hidden_size": 48, "num_kv_heads": 2, "multiple_of": 8, "cap_feat_dim": 8}
 _LUMINA["axes_dim_rope"] = (4, 4, 4)
+_MINIMAX_STRIDES: dict[str, Any] = {"sizes": ((128, 192),), "stride": 16, "frames": 21}
 _MINIMAX = {"hidden_size": 24, "ffn_dim": 32, "num_refiner_layers": 1, "rope_freq_dim": 2}
 _MINIMAX |= {"text_dim": 16, "freq_dim": 8, "time_embed_hidden_dim": 16, "time_embed_dim": 8}
 _EASY = {"in_channels": 4, "out_channels": 4, "patch_size": 2, "text_embed_dim": 16, "time_embed_dim": 16}
@@ -66,24 +68,10 @@ _MODELS: tuple[Model, ...] = (
     tiny_video("easyanimate", "EasyAnimateTransformer3DModel", _EASY, head_dim=16, more_layers={"mmdit_layers": 2}),
     tiny_image("flux2", "Flux2Transformer2DModel", _FLUX2, **_FLUX_RELATIVE),
     tiny_image("flux3", "Flux3Transformer2DModel", _FLUX3, **_FLUX_RELATIVE),
-    tiny_video(
-        "framepack",
-        "HunyuanVideoFramepackTransformer3DModel",
-        _FRAMEPACK,
-        layers=2,
-        more_layers={"num_single_layers": 1},
-    ),
+    tiny_video("framepack", "HunyuanVideoFramepackTransformer3DModel", _FRAMEPACK, **_STREAMS),
     tiny_video("helios", "HeliosTransformer3DModel", {**_OF_WAN, "rope_dim": (4, 4, 4)}),
     tiny_image("hunyuan_dit", "HunyuanDiT2DModel", _HUNYUAN_DIT, layers=4),
-    tiny_image(
-        "hunyuan_image",
-        "HunyuanImageTransformer2DModel",
-        _HUNYUAN_IMAGE,
-        layers=2,
-        more_layers={"num_single_layers": 1},
-        stride=8,
-        patch=1,
-    ),
+    tiny_image("hunyuan_image", "HunyuanImageTransformer2DModel", _HUNYUAN_IMAGE, **_STREAMS, stride=8, patch=1),
     tiny_video("hunyuan_video15", "HunyuanVideo15Transformer3DModel", _HUNYUAN15, stride=16, patch=1),
     tiny_image("ideogram4", "Ideogram4Transformer2DModel", _IDEOGRAM),
     tiny_video("kandinsky5", "Kandinsky5Transformer3DModel", _KANDINSKY, **_VISUAL),
@@ -93,22 +81,9 @@ _MODELS: tuple[Model, ...] = (
     tiny_image("longcat_image", "LongCatImageTransformer2DModel", _LONGCAT, **_FLUX_RELATIVE),
     tiny_video("ltx2", "LTX2VideoTransformer3DModel", _LTX2, head_dim=16, **_LTX2_STRIDES),
     tiny_image("lumina2", "Lumina2Transformer2DModel", _LUMINA, heads=4, more_layers={"num_refiner_layers": 1}),
-    tiny_video(
-        "minimax_h3",
-        "MiniMaxH3Transformer3DModel",
-        _MINIMAX,
-        head_dim=16,
-        sizes=((128, 192),),
-        stride=16,
-        frames=21,
-    ),
+    tiny_video("minimax_h3", "MiniMaxH3Transformer3DModel", _MINIMAX, head_dim=16, **_MINIMAX_STRIDES),
     tiny_video("mochi", "MochiTransformer3DModel", _MOCHI, frames=13, temporal_stride=6),
-    tiny_video(
-        "wan_animate",
-        "WanAnimateTransformer3DModel",
-        {**_OF_WAN, **_FACE},
-        more_layers={"inject_face_latents_blocks": 1},
-    ),
+    tiny_video("wan_animate", "WanAnimateTransformer3DModel", _FACE, more_layers={"inject_face_latents_blocks": 1}),
     tiny_image("z_image", "ZImageTransformer2DModel", _ZIMAGE, head_dim=16, **_ZIMAGE_LAYERS),
 )
 MODELS = {model.name.removeprefix("tiny-"): model for model in _MODELS}

@@ -19,8 +19,6 @@ def make_interpreter_fast() -> None:
     """Once for a process; on a machine with a GPU nothing, for there the same classes belong to the compiler."""
     if triton.knobs.runtime.interpret:
         _patch_language_once_per_function()
-        _remember_types_of_blocks()
-        _remember_shapes()
         _round_bfloat16()
         _multiply_bfloat16()
         _sort_with_numpy()
@@ -41,43 +39,6 @@ def _patch_language_once_per_function() -> None:
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
-
-
-def _remember_types_of_blocks() -> None:
-    """Shape, number of elements and name of a block's type, and the type with other elements."""
-    known, others = {}, {}
-    initialise, with_element_ty = core.block_type.__init__, core.block_type.with_element_ty
-
-    def initialise_once(self, element_ty, shape):
-        key = element_ty.name, tuple([n.value if isinstance(n, core.constexpr) else n for n in shape])
-        if key not in known:
-            initialise(self, element_ty, shape)
-            known[key] = self.shape, self.numel, self.name
-        self.element_ty = element_ty
-        self.shape, self.numel, self.name = known[key]
-
-    def make_once(self, scalar_ty):
-        key = self.name, scalar_ty.name
-        if key not in others:
-            others[key] = with_element_ty(self, scalar_ty)
-        return others[key]
-
-    core.block_type.__init__, core.block_type.with_element_ty = initialise_once, make_once
-
-
-def _remember_shapes() -> None:
-    """A tensor's shape and number of elements, which its type tells."""
-    known = {}
-    initialise = core.tensor.__init__
-
-    def initialise_once(self, handle, type):
-        if type.name not in known:
-            initialise(self, handle, type)
-            known[type.name] = self.shape, self.numel
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[type.name]
-
-    core.tensor.__init__ = initialise_once
 
 
 def _float32_of(bits):

@@ -1,15 +1,12 @@
-"""What whole attentions show only in part: the order of keys, chosen blocks, lists given and transposed."""
+"""What whole attentions show only in part: the order of keys and chosen blocks."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mhla_diffusers.attention import BlockLists
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.order import content_order
-from mhla_diffusers.attention.triton.branches import bits_of
 from mhla_diffusers.attention.triton.choose import choose
-from mhla_diffusers.attention.triton.listed import transpose_lists
 from mhla_diffusers.attention.triton.prepare import prepare
 
 from ...refusals import refused
@@ -37,16 +34,6 @@ def test_nan_does_not_push_keys_out():
     key[:, ::3] = float("nan")
     for row in prepare(query, key, value, None, None, [37], 16, 16, 0, True, True)[7]:
         assert torch.equal(row[:37].sort().values, torch.arange(37, dtype=torch.int32))
-
-
-def test_blocks_and_stretches_without_a_key_are_zero():
-    query, key, value = torch.randn(3, 1, 512, 1, 16)
-    mask = torch.ones(1, 512)
-    mask[0, layout_of((512,), 64).order[256:].long()] = 0
-    found = prepare(query, key, value, None, mask, [512], 64, 64, 0, True, True)
-    for of_blocks in (*found[4:7], found[10]):
-        assert of_blocks[:, :4].all() and not of_blocks[:, 4:].any()
-    assert found[8][:, 0].any() and not found[8][:, 1].any()
 
 
 def words_of(is_listed):
@@ -116,14 +103,6 @@ def drawn(*shape, masked=0.2):
     return torch.randn(shape), torch.rand(shape), weight
 
 
-def test_nothing_to_choose():
-    logits, variance, weight = drawn(2, 2, 20)
-    weight[1] = 0.0
-    indices, counts, bits = chosen(logits, variance, weight, 3, 2)
-    assert counts.tolist() == [5, 5, 2, 2] and not bits[2:].any()
-    assert indices[2:].tolist() == [[42, 43, 22, 22, 22]] * 2
-
-
 def test_keys_without_spread():
     """The logarithm of their variance is finite, so they are chosen where there is nothing better."""
     logits, variance, weight = drawn(1, 2, 8, masked=0.0)
@@ -136,29 +115,3 @@ def test_too_many_blocks():
     logits = torch.empty(1, 1, 32769)
     with refused("32769"):
         chosen(logits, logits, logits[:, 0], 3, 0)
-
-
-def test_transposed_lists():
-    """Ascending, without the entries that do not count; a block that all name comes first."""
-    indices = torch.tensor([[0, 9, 2], [9, 1, 7], [9, 4, 3]] * 4, dtype=torch.int32)
-    counts = torch.tensor([2, 2, 1] * 4, dtype=torch.int32)
-    turns, starts, queries = transpose_lists(indices, counts, 10)
-    lists = [queries[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    assert lists == [[0, 3, 6, 9], [1, 4, 7, 10], *[[]] * 7, list(range(12))]
-    assert turns.tolist() == list(range(10))
-    turns, _, _ = transpose_lists(indices, counts, 40)
-    assert turns.tolist() == [0, 1, 9, *range(2, 9), *range(10, 40)]
-    assert all(x.dtype == torch.int32 for x in (turns, starts, queries))
-
-
-def test_given_lists_are_those_that_the_kernel_chooses():
-    """Indices, counts and bits of lists by content, given back as lists, are the same."""
-    make = torch.Generator().manual_seed(0)
-    groups, blocks = 6, 40
-    logits, variance = torch.rand(2, groups, blocks, blocks, generator=make)
-    tensors, place = (logits, variance, torch.ones(groups, blocks)), ([blocks * 16 - 3], 16, 20)
-    expected = choose(*tensors, None, 12, True, *place)
-    base = torch.arange(groups)[:, None, None] * (blocks + 2)
-    keys = expected[0].view(groups, blocks, -1)[..., :12].long() - base
-    given = bits_of(BlockLists(16, keys.view(2, 3, blocks, 12), blocks), 2)
-    assert all(map(torch.equal, choose(*tensors, given, 12, True, *place), expected))
