@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -796,10 +795,9 @@ def handle(model: Any) -> Any:
 
 
 def tally(model: Any) -> tuple[int, dict[str, int]]:
-    """Sparse attentions of the latest call of a patched transformer, and dense ones by reason; read once."""
-    words = str(handle(model).tally)
-    dense = re.findall(r", ([\d,]+) dense: (.*?)(?=, [\d,]+ dense: |$)", words)
-    return int(re.findall(r"[\d,]+", words)[0].replace(",", "")), {reason: int(count) for count, reason in dense}
+    """Sparse attentions of the latest call of a patched transformer, and dense ones by reason."""
+    found = handle(model).tally
+    return found.sparse, dict(found.dense)
 
 
 class _Weights(dict[str, torch.Tensor]):

@@ -10,7 +10,6 @@ from functools import cache
 import numpy as np
 import triton
 import triton.language as tl
-from triton.language import core
 from triton.runtime import interpreter
 
 
