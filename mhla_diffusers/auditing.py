@@ -182,8 +182,8 @@ def _compare(seen: Seen, patched: Patched, seed: int) -> _Compared:
     errors, squares = (x.square().sum(dim=(0, 1, 3)).double().cpu() for x in (found - exact, exact))
     if not bool((errors + squares).isfinite().all()):
         raise ValueError(
-            f"{seen.layer} gets or returns NaN or infinity in this run, so nothing can be compared there. Run typical "
-            "inputs in a precision that the model can take, such as bfloat16 in place of float16."
+            f"The inputs or outputs of {seen.layer} are NaN or infinite in this run, so its error is undefined. Run "
+            "typical inputs in a dtype that the model supports, such as bfloat16 instead of float16."
         )
     if not isinstance(patched.config, SparseConfig):
         return _Compared(held().call, errors, squares, None, None)
@@ -203,7 +203,7 @@ class TransformerCall:
     """What the patch knows of it; None if unpatched."""
 
     def grid(self, transformer: nn.Module) -> tuple[int, ...]:
-        """Return the token grid that the transformer makes of it."""
+        """Return the call's token grid."""
         family = get_family(transformer)
         return tuple(map(int, family.grid(transformer, named_arguments(transformer, self.args, self.kwargs))))
 
@@ -215,7 +215,7 @@ class TransformerCall:
 
 
 def record_calls(transformers: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[TransformerCall]]:
-    """Run something and keep the inputs of every forward of the transformers; ValueError if it does not reach one."""
+    """Run a function and record the inputs of every forward; ValueError if a transformer is not called."""
     for transformer in transformers.values():
         if getattr(transformer, "is_cache_enabled", False) or getattr(transformer, "_is_cached", False):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""``mhla check``: are results right on this machine, how fast are they, does a patch pay for a model at a size."""
+"""``mhla check``: correctness, speed, and whether a patch pays off for a model at a size."""
 
 import math
 from dataclasses import replace

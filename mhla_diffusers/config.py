@@ -83,7 +83,7 @@ class PatchConfig(Settings):
 
     @property
     def short_name(self) -> str:
-        """Name in a cell of a table."""
+        """Name for tables."""
         return self.attention.removesuffix(" attention")
 
     @property
@@ -178,11 +178,11 @@ class SparseConfig(PatchConfig):
         return next((name for name, settings in PROFILES.items() if SparseConfig(**settings) == self), "")
 
     def rule_on(self, grid: Sequence[int]) -> ContentRule:
-        """Return how lists are chosen on a token grid."""
+        """Return the rule that chooses lists on a token grid."""
         return ContentRule.on(grid, self.density, self.block_size, self.key_block_size, self.order)
 
     def summary(self, density: float, blocks: str = "blocks") -> str:
-        """Say in a line what is attended to how, at a density of pairs of ``blocks``."""
+        """Describe the attention in a line, at a density of pairs of ``blocks``."""
         if density == 1:
             return f"{self.attention}: all pairs listed, which is softmax attention"
         blocks += ", keys sorted by content" if self.order == "content" else " along a curve"
@@ -256,7 +256,7 @@ class LinearConfig(PatchConfig):
 
 @settings(kw_only=True)
 class MHLAConfig(LinearConfig):
-    """Settings of the paper's MHLA, which has to be adapted to a model that was trained with softmax."""
+    """Settings of the paper's MHLA; a model trained with softmax must be adapted to it."""
 
     attention: ClassVar[str] = "MHLA"
     convolution: PositiveInteger | None = None
@@ -268,7 +268,7 @@ class MHLAConfig(LinearConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check((self.convolution or 1) % 2 == 1, f"convolution={self.convolution} must be odd, or None for none.")
+        check((self.convolution or 1) % 2 == 1, f"convolution={self.convolution} must be odd, or None.")
 
     def blocks_on(self, grid: Sequence[int]) -> Shape:
         """Return block counts on a token grid."""
@@ -283,7 +283,7 @@ class MHLAConfig(LinearConfig):
 
 @settings(kw_only=True)
 class CausalConfig(LinearConfig):
-    """Settings of causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see the past alone."""
+    """Settings of causal MHLA (:mod:`mhla_diffusers.attention.causal`), whose queries see only the past."""
 
     attention: ClassVar[str] = "causal MHLA"
     causal: Causal = "block"
@@ -359,7 +359,7 @@ KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
 
 
 def kind_of(settings: Collection[str], usual: type[PatchConfig] = SparseConfig) -> type[PatchConfig]:
-    """Return the kind of patch that settings of these names are for, or ``usual`` if all kinds have them.
+    """Return the kind of patch that has settings of these names; ``usual`` if all kinds do.
 
     ValueError for unknown names, or those of two kinds.
     """

@@ -12,7 +12,7 @@ PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16}
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name, "auto" for a CUDA GPU if there is one; ValueError if it is not there."""
+    """Return a device by name, "auto" for a GPU if there is one; ValueError if it is not available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known, accelerator = ["auto", "cpu"], torch.accelerator.current_accelerator(check_available=True)
@@ -20,7 +20,7 @@ def choose_device(name: str) -> torch.device:
         kind, count = accelerator.type, torch.accelerator.device_count()
         known += [kind, *(f"{kind}:{index}" for index in range(count))]
     if name not in known:
-        raise ValueError(f"device={name!r} is not here; allowed: {', '.join(known)}.")
+        raise ValueError(f"device={name!r} is not available; allowed: {', '.join(known)}.")
     return torch.device(name)
 
 
@@ -59,7 +59,7 @@ def launched_on_cpus() -> bool:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the most bytes that torch has held on a device, unless it is the CPU, and this process's resident ones."""
+    """Return peak bytes: torch's on the device (not for a CPU), and this process's resident memory."""
     resident = {"host_memory": psutil.Process().memory_info().rss}
     if device.type == "cpu":
         return resident

@@ -1,4 +1,4 @@
-"""Sentences of errors: a condition that does not hold, an unknown name with those near it, a missing package."""
+"""Error messages: failed conditions, unknown names with the nearest ones, missing packages."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -27,7 +27,7 @@ def check_names(names: Iterable[Any], allowed: Sequence[str], what: str, listed_
 
 
 def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: float = 0.6) -> str:
-    """Return "did you mean ...?" with the allowed names that are like a name, or begin with it; "" for none."""
+    """Return "did you mean ...?" with allowed names that resemble a name or begin with it; "" for none."""
     names = [str(one) for one in allowed]
     near = get_close_matches(str(name), names, n=count, cutoff=cutoff)
     near = near or [one for one in names if name and one.startswith(str(name))][:count]
@@ -35,7 +35,7 @@ def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: flo
 
 
 def said_allowed(name: object, allowed: Sequence[str], listed_by: str = "") -> str:
-    """Return the allowed names, or in their place the command that lists them, after the nearest of an unknown name."""
+    """Return the names nearest to an unknown one, then all allowed names or the command that lists them."""
     if listed_by:
         return f"{nearest(name, allowed, count=3, cutoff=0.4)} `{listed_by}` lists all.".lstrip()
     hint = nearest(name, allowed)

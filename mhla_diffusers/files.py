@@ -77,7 +77,7 @@ def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: M
 
 
 def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Create or replace a folder by what ``write`` puts into the one that it gets, complete or absent after a crash."""
+    """Create or replace a folder atomically with what ``write`` puts into a temporary one."""
     aside = folder.with_name(f".{folder.name}.aside")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -217,15 +217,15 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
             found.append(row)
     except csv.Error as error:
         raise ValueError(
-            f"{file} cannot be read up to line {rows.reader.line_num}: {error}. Write a text that holds a comma or a "
-            'quotation mark in quotation marks, and one inside it twice: "a, ""b""".'
+            f"{file} is not valid CSV at line {rows.reader.line_num}: {error}. Quote texts with commas or "
+            'quotation marks, and double the marks inside: "a, ""b""".'
         ) from error
     check_unique(rows.fieldnames or (), f"{file}: the column")
     return found
 
 
 def read_json_lines(file: Path) -> list[Any]:
-    """Read a file with one JSON value per line; empty lines are skipped, an empty file is refused."""
+    """Read a file with one JSON value per line, without empty lines; ValueError for an empty file."""
     values: list[Any] = []
     for number, line in enumerate(read_text(file).split("\n"), start=1):  # not splitlines(), as above
         try:

@@ -1,4 +1,4 @@
-"""Where commands, presets and families that left the package went; an error quotes the line."""
+"""Replacements of removed commands, presets and families, quoted in errors."""
 
 _LANGUAGE = "Language models are a study: studies/language/mhla_llama.py patches a Llama."
 _BY_GRID = (

@@ -55,12 +55,12 @@ def parse_size(text: str) -> tuple[int, int]:
     """Parse height and width from "480x832", or from "512" for a square."""
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isdecimal() for side in sides):
-        raise ValueError(f"size={text!r} is unknown; write 480x832, height first, or 512 for a square.")
+        raise ValueError(f"size={text!r} must look like 480x832, height first, or 512 for a square.")
     return int(sides[0]), int(sides[-1])
 
 
 def scaled(value: float, base: int, unit: str) -> str:
-    """Format a number with three digits or four, and the prefix of its unit for powers of 1000 or of 1024."""
+    """Format a number with three or four digits and a unit prefix, for powers of 1000 or 1024."""
     prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi")
     power = 0
     while value >= base and power < len(prefixes) - 1:

@@ -144,7 +144,7 @@ def _set(content: Any, override: str) -> _Path:
     *outer, last = path = tuple(key.split("."))
     for name in outer:
         content = content.setdefault(name, {}) if isinstance(content, dict) else None
-    check(isinstance(content, dict), f"{override!r}: {'.'.join(outer)} holds no settings; replace it whole.")
+    check(isinstance(content, dict), f"{override!r}: {'.'.join(outer)} has no keys; set it as a whole.")
     content[last] = value
     return path
 

@@ -85,7 +85,7 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
             [],
             "line 3: Unknown setting 'parts.1.rat'; did you mean 'rate'? Allowed: rate, kind.",
         ),
-        (TEXT, ["parts.1.rate=1"], "'parts.1.rate=1': parts.1 holds no settings; replace it whole."),
+        (TEXT, ["parts.1.rate=1"], "'parts.1.rate=1': parts.1 has no keys; set it as a whole."),
         (TEXT, ["parts"], "'parts' must look like key=value"),
         (TEXT, ["pair=[1"], "'pair=[1' is not valid YAML"),
         (

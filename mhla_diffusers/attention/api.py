@@ -144,7 +144,7 @@ def sparse_attention(
     extra: Extra = (0, 0),
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Exact softmax over the key blocks that matter most; the others are approximated to second order.
+    """Compute exact softmax over the key blocks that matter most, and approximate the others to second order.
 
     Three parts, which :mod:`mhla_diffusers.attention.sparse` derives: the keys of listed blocks, the mean key and value
     of every other block, weighed by the spread of its keys too, and MHLA's states of these blocks, mixed by content.
@@ -346,12 +346,12 @@ def _check_mhla(call: MHLACall) -> None:
         if call.causal == "token" and len(call.grid) > 1 and math.prod(call.grid[1:]) > 1:
             raise ValueError(
                 f"causal='token' needs a grid with one axis, got {call.grid}; give ({math.prod(call.grid)},), or "
-                "causal='block' for frames that are seen whole."
+                "causal='block', in which a query sees whole frames."
             )
 
 
 def _check_sparse(call: SparseCall) -> None:
-    """Raise ValueError unless weights and counts of extra tokens are such."""
+    """Raise ValueError for invalid weights or counts of extra tokens."""
     check_choice("far", call.far, get_args(Far))
     extra: Any = call.extra
     if not (isinstance(extra, tuple) and len(extra) == 2 and all(isinstance(x, int) and x >= 0 for x in extra)):

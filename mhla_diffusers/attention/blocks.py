@@ -1,4 +1,4 @@
-"""Tokens taken into the order of the blocks of :mod:`.layout`, and back; and lists of such blocks."""
+"""Reorder tokens by the blocks of :mod:`.layout`, and back; lists of blocks."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from .layout import (
 def block_table(
     grid: Shape, blocks: Shape, block_size: int, device: torch.device, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tables of a run of tokens block by block; kept, since copying them to a device at every call would wait for it.
+    """Return the tables that order a run of tokens by block; cached: a copy per call would sync the device.
 
     Args:
         grid: token grid.
@@ -56,7 +56,7 @@ def block_table(
 
 
 def block_rows(grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int) -> tuple[int, int]:
-    """How many blocks :func:`to_blocks` returns of a run of N = ``count`` tokens, and their length."""
+    """Return the number of blocks that :func:`to_blocks` makes of N = ``count`` tokens, and their length."""
     if block_size:
         of_grid = block_count(grid, block_size)
         return of_grid + (count - math.prod(list(grid)) + block_size - 1) // block_size, block_size
@@ -159,7 +159,7 @@ def list_length(density: float, blocks: int) -> int:
 
 
 def mask_of_lists(lists: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Bool (..., T): which blocks are in lists (..., n), whose entries of -1 stand for none."""
+    """Return which blocks are listed, bool (..., T), for lists (..., n) padded with -1."""
     mask = lists.new_zeros(*lists.shape[:-1], blocks + 1, dtype=torch.bool)
     # -1 is put behind the last block
     return mask.scatter_(-1, lists.where(lists >= 0, blocks), value=True)[..., :blocks]

@@ -83,7 +83,7 @@ class UniformBlocks:
 
 @dataclass(frozen=True)
 class ContentRule(UniformBlocks):
-    """Lists are chosen by query and key at every call (:func:`mhla_diffusers.attention.sparse.choose_by_content`)."""
+    """Rule for lists chosen at every call (:func:`mhla_diffusers.attention.sparse.choose_by_content`)."""
 
     block_size: int
     density: float
@@ -130,7 +130,7 @@ class ContentRule(UniformBlocks):
 
 @dataclass(frozen=True)
 class BlockLists(UniformBlocks):
-    """Key blocks that every query block of a head attends to, as :func:`.sparse.with_lists` finds them for a call."""
+    """Key blocks listed for every query block of a head, as :func:`.sparse.with_lists` finds them."""
 
     block_size: int
     keys: torch.Tensor
@@ -174,7 +174,7 @@ class MHLACall(Call):
 
     @property
     def own_blocks(self) -> slice:
-        """Indices of MHLA blocks that may contain the call's tokens, so rows of the mixing matrix that it needs."""
+        """Return the MHLA blocks that may contain the call's tokens: the rows of the mixing matrix that it needs."""
         tokens = self.query.shape[1]
         if self.first == 0 and tokens == math.prod(self.grid):
             return slice(0, math.prod(self.blocks))
@@ -195,7 +195,7 @@ class SparseCall(Call):
     """Tokens before and after those of the grid in the sequence."""
 
     def extra_last(self, x: torch.Tensor) -> torch.Tensor:
-        """Move the extra tokens of a sequence (B, N, ...) behind the grid's, those before it first."""
+        """Move all extra tokens of a sequence (B, N, ...) after the grid's, keeping their order."""
         before, end = self.extra[0], x.shape[1] - self.extra[1]
         return torch.cat([x[:, before:end], x[:, :before], x[:, end:]], dim=1) if before else x
 

@@ -36,7 +36,7 @@ Own = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def causal_attention(call: MHLACall, backend: ModuleType) -> torch.Tensor:
-    """Attend in a sequence from its begin, by the functions of :mod:`.eager` or of kernels: (B, N, H, D)."""
+    """Attend in a sequence from its first token, with :mod:`.eager` or the kernels: (B, N, H, D)."""
     starts, count = frame_block_starts(call.grid, call.blocks), call.query.shape[1]
     call = with_causal_mixing(call)
     last = max(start for start in starts if start < count)
@@ -63,7 +63,7 @@ def with_causal_mixing(call: MHLACall) -> MHLACall:
 
 
 def least_mixing(mixing: torch.Tensor) -> torch.Tensor:
-    """Return the mixing matrix in the type of sums, without an entry of 0."""
+    """Return the mixing matrix in the sums' dtype, plus a tiny constant so that no entry is 0."""
     return mixing.to(sum_dtype(mixing.dtype)) + LEAST
 
 
@@ -77,7 +77,7 @@ def part_of(call: MHLACall, tokens: slice) -> MHLACall:
 
 
 def beside_earlier(call: MHLACall, own: Own, earlier: tuple[torch.Tensor, ...] | None) -> torch.Tensor:
-    """What all queries take from their own frame blocks, and the last n of them from earlier ones, with norm and gate.
+    """Merge what queries get from their own frame block and, for the last n, from earlier ones; apply norm and gate.
 
     ``earlier``: output (B, n, H, D) and, to normalise, normaliser (B, n, H, 1); None for nothing.
 

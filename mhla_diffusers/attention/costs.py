@@ -1,4 +1,4 @@
-"""What an attention costs without its projections, counted from sizes. A multiplication and an addition count two."""
+"""Count the FLOPs of an attention without its projections; a multiply-add is two."""
 
 from dataclasses import dataclass
 

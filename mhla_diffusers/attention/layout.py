@@ -1,4 +1,4 @@
-"""Token grids, and the two ways in which they are cut into blocks.
+"""Token grids, and the two ways to cut them into blocks.
 
 Tokens lie in raster order on a *grid*: ``(length,)``, ``(height, width)`` or ``(frames, height, width)``.
 
@@ -36,7 +36,7 @@ _AXES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width"
 
 
 def check_grid(grid: Sequence[int], name: str = "grid") -> Shape:
-    """Return a token grid, or block counts, of integers of any kind, such as NumPy's, as a tuple of Python's own.
+    """Return a token grid or block counts, of any integers such as NumPy's, as a tuple of Python ints.
 
     Raises:
         ValueError: they are not 1 to 3 positive integers; the message has the name.

@@ -15,7 +15,7 @@ STRETCH = 256
 
 
 def stretch_of(block_size: int) -> int:
-    """Return the keys of a stretch: 256, four of blocks below 16, two of blocks above 128, or what halving ends at."""
+    """Return the keys per stretch: at most 256, but always two blocks, and four of blocks below 16 keys."""
     blocks = 4 if block_size < 16 else 2
     while block_size >= 16 and 2 * blocks * block_size <= STRETCH:
         blocks *= 2
@@ -23,7 +23,7 @@ def stretch_of(block_size: int) -> int:
 
 
 def blocks_per_state(block_size: int) -> int:
-    """Return how many key blocks share a state: those of a stretch; below 16 tokens each block has its own."""
+    """Return how many key blocks share a state: a stretch of them, or one for blocks below 16 tokens."""
     return stretch_of(block_size) // block_size if block_size >= 16 else 1
 
 

@@ -1,4 +1,4 @@
-"""Types of sums, constants that keep divisions finite, and the products and merges that heed both."""
+"""Dtypes of sums, constants that keep divisions finite, and products and merges that use them."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

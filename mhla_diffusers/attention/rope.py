@@ -7,7 +7,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def rotary_table(rotary: Rotary | None) -> torch.Tensor | None:
-    """Join (cos, sin) of every channel pair at the places of the pair: one table (1 or B, N, 1, D)."""
+    """Interleave (cos, sin) by channel pair into one table (1 or B, N, 1, D)."""
     if rotary is None:
         return None
     cos, sin = rotary
@@ -15,7 +15,7 @@ def rotary_table(rotary: Rotary | None) -> torch.Tensor | None:
 
 
 def rotary_of_complex(numbers: torch.Tensor) -> Rotary:
-    """Tables of RoPE that a model gives as complex numbers, one per channel pair: (N, D / 2) or (B, N, D / 2)."""
+    """Convert complex RoPE frequencies, (N, D / 2) or (B, N, D / 2), into (cos, sin) tables."""
     by_sample = numbers if numbers.ndim == 3 else numbers[None]
     cos, sin = (part.repeat_interleave(2, dim=-1)[:, :, None] for part in (by_sample.real, by_sample.imag))
     return cos, sin

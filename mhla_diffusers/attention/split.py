@@ -29,7 +29,7 @@ def share_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def attend_split(call: MHLACall, group: dist.ProcessGroup, backend: str = "auto") -> torch.Tensor:
-    """Attend with the tokens of this process to those of all: (B, N, H, D) in the type of ``query``.
+    """Attend from this process's tokens to those of all processes: (B, N, H, D) in the type of ``query``.
 
     Differentiable; the gradients that the processes get add up to that of one process.
 

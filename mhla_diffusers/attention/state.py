@@ -37,7 +37,7 @@ _KEPT = ("_closed", "_earlier", "_open", "_keys", "_values")
 
 
 class MHLAState:
-    """State from earlier tokens, which :meth:`step` reads and updates.
+    """State of earlier tokens, which :meth:`step` reads and updates.
 
     Equal to ``mhla_attention(..., causal=...)`` of the whole sequence up to rounding, wherever steps end: after any
     token, or with ``causal="block"`` after any frame block. With F frame blocks on the grid it keeps the KV states of
@@ -107,7 +107,7 @@ class MHLAState:
         output_norm: torch.Tensor | None = None,
         linear_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The next tokens of the sequence: one or several, or with ``causal="block"`` whole frame blocks.
+        """Attend with the next tokens: one or more, or with ``causal="block"`` whole frame blocks.
 
         Args:
             query: (B, n, H, D).

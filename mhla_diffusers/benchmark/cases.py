@@ -1,4 +1,4 @@
-"""What is measured: a model with random weights at one size, and its self-attention by itself."""
+"""Benchmark cases: a model with random weights at one size, and its self-attention alone."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ SPARSE_CONFIG = SparseConfig(block_size=64, key_block_size=32)
 
 @dataclass(frozen=True)
 class Shape:
-    """A self-attention by itself."""
+    """One self-attention."""
 
     name: str
     grid: tuple[int, ...]
@@ -79,7 +79,7 @@ class Case:
             if given is not None and (given < 1 or (given - more) % step):
                 below = (given - more) // step * step + more
                 multiple = f"a multiple of {step}{', plus 1,' if more else ''} for {model.name}"
-                raise ValueError(f"{name}={given} must be {multiple}; near it are {below} and {below + step}.")
+                raise ValueError(f"{name}={given} must be {multiple}; the nearest are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:
             raise ValueError(f"{model.name} takes square images only; got {self.height}x{self.width}.")
 
@@ -181,7 +181,7 @@ def choose_cases(
     check_names(names, list(known), "model", listed_by="mhla info")
     for model in (known[name] for name in names):
         if frames and not model.is_video:
-            raise ValueError(f"--frames {frames[0]} is for videos, and {model.name} takes none; leave it out.")
+            raise ValueError(f"--frames {frames[0]} is for video models, but {model.name} makes images; leave it out.")
         counts = (frames or (model.frames,)) if model.is_video else (None,)
         pixels = [parse_size(text) for text in sizes] if sizes else model.sizes[: 1 if smallest else None]
         cases += [Case(model, *size, count) for size in pixels for count in counts]

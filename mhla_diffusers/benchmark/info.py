@@ -97,14 +97,14 @@ def print_model(
     tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
     _say(f"{name} at {case.size}: {tokens}; its own attention is {family.computes}")
     _say(f"patched: {summary_of(config)}")
-    _say(f"one forward: {cost} → {cost_after}, counted: a factor of at most {whole / left:.2f}")
+    _say(f"one forward: {cost} → {cost_after}, so at most {whole / left:.2f} times faster")
     if config.has_dense_steps:
         _say(f"{dense_in_words(config, steps)}: a call at most {config.call_speedup(whole, left, steps):.2f}")
     rows = [(part, *(scaled(x, 1000, "") for x in (plain[part], patched[part]))) for part in plain if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
     _print_table("\nFLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
     part = plain["self-attention"] / whole
-    _say(f"\nSelf-attention is {part:.0%} of the forward; one that cost nothing would bring {1 / (1 - part):.2f}.")
+    _say(f"\nSelf-attention is {part:.0%} of the forward; without it, at most {1 / (1 - part):.2f} times faster.")
     if len(cases) > 1:
         lines = []
         for one in cases:
@@ -112,8 +112,8 @@ def print_model(
             whole, left = sum(plain.values()), sum(one.flops(config).values())
             share = f"{plain['self-attention'] / whole:.0%}"
             lines.append((one.size, f"{math.prod(one.grid):,}", share, f"{whole / left:.2f}"))
-        header = ["at", "tokens", "self-attention", "factor"]
-        _print_table("\nThe most that the patch brings to a forward, by size", header, lines, right=True)
+        header = ["size", "tokens", "self-attention", "at most"]
+        _print_table("\nUpper bound on the speedup of a forward, by size", header, lines, right=True)
 
 
 def _first_config(patch: str) -> tuple[str, PatchConfig]:
@@ -131,7 +131,7 @@ def print_any_patch(patch: str) -> None:
         preset = load_patch(patch)
         _say(f"{patch} runs {summary_of(config)}\n")
         return _print_table(preset.description, ["setting", "value"], _rows(preset.to_dict()))
-    _say(f"{patch} was saved with what it has learned, for load_mhla(): {config.attention}\n")
+    _say(f"{patch} is a saved patch with weights, for load_mhla(): {config.attention}\n")
     record = read_record(adapted_patches().get(patch) or Path(patch))
     _print_table("Saved patch", ["record", "value"], _rows(record.to_dict()))
 

@@ -128,7 +128,7 @@ def measured(row: Row, seconds: Sequence[float], peak: int | None) -> Row:
 
 
 def refused(row: Row, error: BaseException, reasons: Sequence[str] = ()) -> Row:
-    """Return the row with the reasons why a variant did not run, or its error; gives unused memory of CUDA back."""
+    """Return the row of a variant that did not run, with the reasons; frees unused CUDA memory."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     said = " ".join(dict.fromkeys(reasons)) or str(error) or type(error).__name__
@@ -151,7 +151,7 @@ def versions() -> dict[str, str]:
 
 
 def gather_conditions(device: torch.device) -> dict[str, str]:
-    """Gather what two runs must share for their times to be comparable: name of a condition → text."""
+    """Return the conditions that make two runs comparable: name → text."""
     driver = ""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

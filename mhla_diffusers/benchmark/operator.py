@@ -1,4 +1,4 @@
-"""One attention by itself: MHLA, sparse and plain linear attention against softmax, ``mhla bench op``."""
+"""``mhla bench op``: time one attention, MHLA, sparse and plain linear against softmax."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -11,7 +11,7 @@ from ..settings import Count, Settings, parse_yaml, settings
 
 @settings()
 class EngineSettings(Settings):
-    """What an engine's attention does; raises ValueError unless it is sparse attention in all layers."""
+    """Settings of an engine's attention; ValueError unless it is sparse in all layers."""
 
     config: SparseConfig = SparseConfig()
     min_tokens: Count = 4096
@@ -25,7 +25,7 @@ class EngineSettings(Settings):
 
 
 def read_settings(patch: str, given: Mapping[str, Any]) -> EngineSettings:
-    """Read a profile, a preset or a YAML file, and change settings, given as values or as texts that people write."""
+    """Read a profile, preset or YAML file, and override settings, given as values or as YAML text."""
     changes = {name: parse_yaml(value, name) if isinstance(value, str) else value for name, value in given.items()}
     min_tokens = changes.pop("min_tokens", EngineSettings.min_tokens)
     return EngineSettings(load_patch(patch).patch.replace(**changes), min_tokens)  # type: ignore[arg-type]

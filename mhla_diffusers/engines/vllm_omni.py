@@ -155,7 +155,7 @@ def _video(metadata: AttentionMetadata) -> tuple[Shape, Extra]:
 
 
 def _masked(metadata: AttentionMetadata, tokens: int, used: int) -> str:
-    """Return what hides tokens besides padding; empty for nothing.
+    """Name what masks tokens other than padding; empty if nothing does.
 
     A model that gives its video's grid promises that a mask of keys hides the padding behind the used tokens alone.
     """

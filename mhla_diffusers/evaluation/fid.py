@@ -51,4 +51,4 @@ def read_statistics(file: Path) -> Moments:
         with numpy.load(file) as content:
             return torch.from_numpy(content["mu"]), torch.from_numpy(content["sigma"])
     except (KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # of other kinds than a user's
-        raise ValueError(f"{file} cannot be read as statistics, mu and sigma: {error}. Get it again.") from error
+        raise ValueError(f"{file} cannot be read as statistics, mu and sigma: {error}. Download it again.") from error

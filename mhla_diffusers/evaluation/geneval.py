@@ -1,4 +1,4 @@
-"""GenEval: prompts, metadata beside the pictures, and the score from its evaluator's results."""
+"""GenEval: prompts, metadata for its evaluator, and the score from its results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def write_geneval_metadata(entries: Sequence[Mapping[str, Any]], folder: Path) -
 
 
 def geneval_score(results: str | Path) -> dict[str, float]:
-    """Return the fraction of correct pictures per tag, and as ``overall`` the mean of the six.
+    """Return the fraction of correct images per tag, and their mean as ``overall``.
 
     ``results`` is the ``results.jsonl`` of GenEval's ``evaluate_images.py``: a line per picture with tag and correct.
     """
@@ -41,6 +41,6 @@ def geneval_score(results: str | Path) -> dict[str, float]:
     check_unique([str(entry["filename"]) for entry in entries if "filename" in entry], f"{results}: the picture")
     missing = [tag for tag in TAGS if not right[tag]]
     if missing:
-        raise ValueError(f"{results} has no pictures of {', '.join(missing)}; the score is the mean of all six tags.")
+        raise ValueError(f"{results} has no images of {', '.join(missing)}; the score is the mean of all six tags.")
     scores = {tag: sum(values) / len(values) for tag, values in right.items()}
     return {**scores, "overall": sum(scores.values()) / len(TAGS)}

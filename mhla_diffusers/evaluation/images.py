@@ -22,8 +22,8 @@ def require_samples(folder: Path) -> Record:
     missing = [sample.file for sample in record.samples if not (folder / sample.file).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{folder} lacks {len(missing)} of {len(record.samples)} samples, for example {missing[0]}; run the "
-            "command that makes the set again, which resumes where it stopped."
+            f"{folder} lacks {len(missing)} of {len(record.samples)} samples, for example {missing[0]}; repeat "
+            "the command that makes the set, which resumes where it stopped."
         )
     return record
 

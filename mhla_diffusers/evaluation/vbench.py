@@ -94,7 +94,7 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
                     )
                 if scores.setdefault(name, score) != score:
                     raise ValueError(
-                        f"{part} scores {name} {score}, another file {scores[name]}; give the files of one run."
+                        f"{part} has {name}={score}, another file {scores[name]}; give the files of one run."
                     )
     return scores
 

@@ -1,4 +1,4 @@
-"""The model families that can be patched: a table of facts, and what reads it."""
+"""The model families that can be patched, and how to look them up."""
 
 from itertools import chain
 from typing import Any
@@ -63,13 +63,13 @@ def get_family(transformer: Any) -> Family:
         kind = transformer if isinstance(transformer, str) else _class_of(transformer)
         name = kind if isinstance(kind, str) else kind.__name__
         if gone := where_it_went(name):
-            raise ValueError(f"{name!r} is not a family of the package any more.{gone}")
+            raise ValueError(f"{name!r} is no longer a family of this package.{gone}")
         raise ValueError(f"{name!r} has no family; {supported_instead(kind)}")
     return family
 
 
 def trained_family(transformer: Any) -> Family:
-    """Return the family of a transformer to encode for, train or call; ValueError if it cannot be used so."""
+    """Return the family of a transformer for encoding, training or calling; ValueError if it supports none of these."""
     family = get_family(transformer)
     _ = family.training  # raises for one that is not trained
     return family

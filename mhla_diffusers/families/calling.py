@@ -1,4 +1,4 @@
-"""How a family's pipelines are called: prompts, sizes, guidance, and what comes back."""
+"""How a family's pipelines are called: prompts, sizes, guidance, outputs."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Calling:
         return frames
 
     def made_frames(self, pipe: Any, frames: int) -> int:
-        """Return how many frames the pipeline makes when it is asked for a number."""
+        """Return how many frames the pipeline makes for a ``num_frames``."""
         return frames
 
     def grid(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Calling:
 
 
 class WanCalling(Calling):
-    """Wan's, whose pipelines round frames to a multiple of the temporal stride plus one."""
+    """Calls Wan's pipelines, which round frames to a multiple of the temporal stride plus one."""
 
     def asked_frames(self, pipe: Any, frames: int) -> int:
         """Leave out the frame that the pipeline adds where its temporal stride divides them, as 1 always does."""
@@ -143,7 +143,7 @@ class ClassCalling(Calling):
 
 
 def takes_picture(pipe: Any) -> bool:
-    """Whether a pipeline, or its class, begins every video with a picture; one that takes any conditions need not."""
+    """Whether a pipeline (or its class) needs a first image for every video."""
     known = inspect.signature(pipe.__call__).parameters
     return "image" in known and "conditions" not in known
 

@@ -37,7 +37,7 @@ def usual_latent_frames(config: Any, frames: int, stride: int) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class Family:
-    """Facts of a family of transformers, for :func:`register_family`; sparse attention needs only the first of them."""
+    """Facts about a family of transformers, for :func:`register_family`; sparse attention needs only the first few."""
 
     name: str
     """Name in patch files, on the command line and in messages."""
@@ -61,7 +61,7 @@ class Family:
     pads_behind_grid: bool = False
     """Whether the padding of shorter samples stands behind the grid: with a mask, grids begin at different tokens."""
     refuses: tuple[str, ...] = ()
-    """Arguments of the forward that a patch does not take, such as those of reference pictures."""
+    """Arguments of the forward that a patch does not take, such as those of reference images."""
     dispatches: bool = False
     """Whether the attentions follow diffusers' ``set_attention_backend``; others call PyTorch's attention."""
     computes: Literal["softmax", "linear"] = "softmax"
@@ -105,8 +105,8 @@ class Family:
         self.mhla_blocks = self.mhla_blocks or ((4, 4) if self.axes == 2 else (7, 3, 5))
         if len(self.mhla_blocks) != self.axes:
             raise ValueError(
-                f"mhla_blocks={self.mhla_blocks} of {self.name!r} has {len(self.mhla_blocks)} axes, and its token grid "
-                f"{self.axes}; give a count for each, and the axes of the grid as axes=."
+                f"mhla_blocks={self.mhla_blocks} of {self.name!r} has {len(self.mhla_blocks)} axes, but its token grid "
+                f"has axes={self.axes}; give one count per axis."
             )
         for name in ("calling", "inputs", "trained"):
             if (part := copy(getattr(self, name))) is not None:
@@ -117,7 +117,7 @@ class Family:
     def by_hand(
         cls, kind: str, grid: grids.Grid | Callable[..., Any], extra: Counts | Callable[..., Any] = (0, 0)
     ) -> "Family":
-        """Return what a user says of a class without a family; grid and extra tokens may be functions of arguments."""
+        """Make a family from a user's grid and extra tokens, which may be functions of the forward's arguments."""
         read = partial(_grid_given, grid if callable(grid) else check_grid(grid))
         count = partial(_extra_given, extra) if callable(extra) else check_counts(extra)
         return cls(
@@ -164,7 +164,7 @@ class Family:
         }
 
     def parts_of(self, block: Any) -> dict[str, tuple[str, Any]]:
-        """Path in a block → which part of a forward's cost it is, and the module."""
+        """Return path in a block → part of the forward's cost, and module."""
         paths = dict.fromkeys(self.attentions, "self-attention")
         paths |= {path: "cross-attention" for path in ("attn2",) if path not in paths}
         paths |= dict.fromkeys(self.feed_forwards, "feed-forward")
@@ -215,7 +215,7 @@ class Family:
             raise ValueError(f"{kind} was called without {name}, whose shape gives the token grid.")
         if refused := [one for one in self.refuses if arguments.get(one) is not None]:
             raise ValueError(
-                f"{kind} was called with {refused[0]}, which a patch does not support, such as reference pictures. Run "
+                f"{kind} was called with {refused[0]}, which a patch does not support, such as reference images. Run "
                 "this pipeline without the patch: remove_mhla(pipe)."
             )
         grid = tuple(map(int, self.grid(transformer, arguments)))
@@ -259,7 +259,7 @@ class Family:
 
 
 def part_of(module: Any, path: str) -> Any:
-    """Return what a dotted path of attributes names in a module; None if it is absent."""
+    """Return the attribute of a module at a dotted path; None if it is absent."""
     return reduce(lambda found, name: getattr(found, name, None), path.split("."), module)
 
 

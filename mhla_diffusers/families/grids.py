@@ -54,7 +54,7 @@ def grid_of_size(transformer: Any, size: tuple[int, ...], patch: tuple[int, ...]
     patch = patch or patch_of(transformer, len(size))
     if len(size) == 3 and size[0] % patch[0]:
         raise ValueError(
-            f"{size[0]} latent frames do not divide by {patch[0]}, the latent frames per token of this "
+            f"{size[0]} latent frames are not divisible by {patch[0]}, the latent frames per token of this "
             f"{type(transformer).__name__}; give a multiple of {patch[0]}."
         )
     return tuple(map(floordiv, size, patch))
@@ -87,8 +87,8 @@ def list_of_images(transformer: Any, arguments: Arguments) -> Grid:
     (frames, height, width), *others = sizes
     if others or frames != 1:
         raise ValueError(
-            f"x has images of the latent sizes (frames, height, width) {sorted(sizes)}, but a patch needs one size of "
-            "one frame per batch. Run each size by itself."
+            f"x has latents of the sizes (frames, height, width) {sorted(sizes)}, but a patch needs single frames of "
+            "one size. Run each size by itself."
         )
     return height // patch, width // patch
 
@@ -120,8 +120,8 @@ def image_shapes(transformer: Any, arguments: Arguments) -> Grid:
     (frames, height, width), *others = pictures
     if others or frames != 1:
         raise ValueError(
-            f"img_shapes={pictures} are {len(pictures)} pictures of {frames} frame(s), but a patch supports one, "
-            "unlike Qwen-Image-Edit and Qwen-Image-Layered. Run this pipeline without the patch: remove_mhla(pipe)."
+            f"img_shapes={pictures} has {len(pictures)} images of {frames} frame(s), but a patch supports one of one. "
+            "Run Qwen-Image-Edit and Qwen-Image-Layered without it: remove_mhla(pipe)."
         )
     return height, width
 
@@ -211,8 +211,8 @@ def _grid_of_places(places: Tensor, axes: int) -> Grid:
     grid = tuple(size) if axes == 2 and frames == 1 else (frames, *size)
     if len(grid) != axes or math.prod(grid) != len(places) or not (len(places) and _lie_on(grid, places)):
         raise ValueError(
-            f"The places of {len(places)} tokens are not one token grid in raster order. A patch supports neither "
-            "reference pictures in the sequence, as of Flux Kontext, nor several samples: remove_mhla(pipe)."
+            f"The positions of {len(places)} tokens are not one grid in raster order. A patch supports neither "
+            "reference images, as in Flux Kontext, nor packed samples; call remove_mhla(pipe)."
         )
     return grid
 

@@ -1,4 +1,4 @@
-"""How MHLA reads the call of a self-attention: before RoPE, which acts behind the feature map."""
+"""How MHLA reads a self-attention call before RoPE, which it applies after the feature map."""
 
 import math
 from collections.abc import Callable, Mapping

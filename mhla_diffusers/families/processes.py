@@ -1,4 +1,4 @@
-"""How latents, (B, C, F, H, W) or (B, C, H, W), are noised in each family, and what the model learns to predict."""
+"""How each family noises latents, (B, C, F, H, W) or (B, C, H, W), and what its model predicts."""
 
 import math
 from abc import ABC, abstractmethod

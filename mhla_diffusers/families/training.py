@@ -49,7 +49,7 @@ class Training:
         return predicted
 
     def prepare_for_training(self, transformer: nn.Module) -> None:
-        """Called once after ``transformer.train()``: disables anything that draws its own random numbers."""
+        """Disable modules that draw their own random numbers; called once after ``transformer.train()``."""
 
     # Encoding
 

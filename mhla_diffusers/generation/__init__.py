@@ -1,1 +1,1 @@
-"""Which pipeline, called how, into which folder; and names as users write them."""
+"""Choose and load a pipeline, call it, and save its samples."""

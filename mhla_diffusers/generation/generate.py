@@ -37,7 +37,7 @@ class SampleSet(PipelineChoice):
         suffix = self.of_family.calling.suffix
         wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
-            raise ValueError(f"{self.family} generates {suffix} files, but the samples are such as {wrong!r}.")
+            raise ValueError(f"{self.family} generates {suffix} files, not {wrong!r}.")
 
     def check(self) -> None:
         """Check patch and settings, and that the pipeline takes pictures if some are given."""
@@ -59,7 +59,7 @@ def plan_samples(
         name = name_of_prompt(prompt)
         if image is not None:
             if not image.is_file():
-                raise FileNotFoundError(f"There is no picture {image}.")
+                raise FileNotFoundError(f"There is no image {image}.")
             name = f"{name}-{file_hash(image)[:8]}"  # another picture is another file
         shown = None if image is None else str(image)
         samples += [Sample(f"{place:04d}-{seed}-{name}{suffix}", prompt, shown, seed) for seed in seeds]
@@ -142,7 +142,7 @@ def _record_with(config: SampleSet) -> Record:
         media = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
         foreign = next((name for name in visible_files(folder) if name.lower().endswith(media)), None)
         if foreign is not None:
-            raise ValueError(f"{folder} has files that are not of this set, such as {foreign}. Choose an empty folder.")
+            raise ValueError(f"{folder} has files of another set, such as {foreign}. Choose an empty folder.")
         return Record(config.choices, sorted(config.samples, key=lambda one: one.file))
     changed = [f"{name}={old!r}, now {new!r}" for name, old, new in differences(record.choices, config.choices)]
     if changed:
@@ -154,7 +154,7 @@ def _record_with(config: SampleSet) -> Record:
         other = planned.get(sample.file, sample)
         if (other.text, other.seed) != (sample.text, sample.seed):
             raise ValueError(
-                f"{folder} has another set: there {sample.file} shows {sample.text!r} with seed {sample.seed}, here "
+                f"{folder} has another set: there {sample.file} is {sample.text!r} with seed {sample.seed}, here "
                 f"{other.text!r} with {other.seed}. Choose another output folder."
             )
     listed = {sample.file: sample for sample in present} | planned

@@ -1,4 +1,4 @@
-"""What users write: files of prompts, arguments of a pipeline's call, and the options that choose a pipeline."""
+"""Parse user input: prompt files, pipeline arguments, and the options that choose a pipeline."""
 
 import functools
 import inspect

@@ -260,13 +260,13 @@ def pipeline_source(model: str) -> str:
 
 
 def tiny_of(model: str) -> TinyPipeline | None:
-    """Return the tiny pipeline that a name or folder is of; None for any other model."""
+    """Return the tiny pipeline with a name or folder; None for any other model."""
     source = Path(pipeline_source(model))
     return next((tiny for name, tiny in TINY.items() if source == pipeline_folder(name)), None)
 
 
 def usual_clip(model: str, family: Family) -> Clip:
-    """Return the clip that a model is for: the tiny pipeline's own, else the family's."""
+    """Return the default clip of a model: the tiny pipeline's own, else the family's."""
     tiny, usual = tiny_of(model), family.default_clip
     if tiny is None:
         return usual

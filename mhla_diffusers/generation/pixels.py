@@ -13,7 +13,7 @@ from ..errors import installing
 
 
 class UnreadableMediaError(ValueError):
-    """A picture or video that is damaged, too short, or something else; the message can follow "file is"."""
+    """A file that is not a usable image or video; the message can follow "file is"."""
 
 
 def read_picture(source: Path) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Apply MHLA to a pipeline or a transformer, look at it, switch it off, remove it, save and load it."""
+"""Patch a pipeline or transformer; describe, disable, change, remove, save and load the patch."""
 
 from .call import in_every_step
 from .describe import describe

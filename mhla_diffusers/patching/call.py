@@ -1,4 +1,4 @@
-"""The running call: what the attentions of a forward need to know of it, per thread.
+"""The running call, per thread: what attentions need to know about the current forward.
 
 A hook on the transformer sets an immutable :class:`Call` before a forward and takes it back after it; a hook on every
 patched self-attention says which layer runs. The call belongs to the forward, because two threads share the layers, and
@@ -195,7 +195,7 @@ _THREAD = _Thread()
 
 
 def held() -> _Held:
-    """Return what this thread works on."""
+    """Return the calls of this thread."""
     return _THREAD.held
 
 
@@ -212,7 +212,7 @@ def within(call: Call | None) -> Iterator[None]:
 
 @contextmanager
 def in_every_step() -> Iterator[None]:
-    """Run patches in every step within the context, for forwards outside of sampling such as a validation loss."""
+    """Context in which patches run in every step, for forwards outside of sampling such as a validation loss."""
     state = held()
     before, state.in_every_step = state.in_every_step, True
     try:
@@ -222,7 +222,7 @@ def in_every_step() -> Iterator[None]:
 
 
 class LayerHook:
-    """Says which self-attention runs, before and after its forward."""
+    """Records which self-attention is running, before and after its forward."""
 
     KEY = "mhla"
     CHOSEN_BACKEND = "_backend_before_mhla"
@@ -255,7 +255,7 @@ class LayerHook:
 
 
 class CarryingCheckpoint:
-    """diffusers' gradient checkpointing of a block: the call goes along when it runs again, maybe in another thread."""
+    """Carries the call through diffusers' gradient checkpointing, which may recompute a block in another thread."""
 
     ATTRIBUTE = "_gradient_checkpointing_func"
 

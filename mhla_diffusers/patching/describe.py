@@ -1,4 +1,4 @@
-"""What a patch did to every self-attention, and token grids and block counts of sizes in pixels."""
+"""Describe what a patch runs in every self-attention, and the token grid of a size in pixels."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -55,7 +55,7 @@ class LayerDescription:
 
     @property
     def residual_bytes(self) -> int:
-        """What its residual takes, for one sample and branch of the guidance; 0 without one, or a grid."""
+        """Bytes of its residual for one sample and guidance branch; 0 without one, or without a known grid."""
         config, sizes = self.config, self.sizes
         if sizes is None or not isinstance(config, SparseConfig) or not (config.has_dense_steps and config.correct):
             return 0

@@ -1,4 +1,4 @@
-"""The submodule ``attn.mhla`` of one patched attention: what attends, and of MHLA what is learned."""
+"""``attn.mhla``, the submodule of a patched attention that holds MHLA's parameters."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ class MHLALayer(nn.Module):
 
     @torch.no_grad()
     def weights(self, inputs: AttentionInputs) -> torch.Tensor:
-        """Return the effective attention matrix, before norm and gate: float64 (B, H, N, N), rows are queries."""
+        """Return the effective attention matrix, before norm and gate: float64 (B, H, N, N), one row per query."""
         return reference_weights(self.call(inputs))
 
     def call(self, inputs: AttentionInputs) -> MHLACall:

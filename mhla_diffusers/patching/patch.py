@@ -1,4 +1,4 @@
-"""Patch, change, remove. Each checks everything first, changes nothing until then, and carries out what it planned."""
+"""Patch, change and remove: each checks everything before it changes anything."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -156,7 +156,7 @@ def plan_patch(
             (running,) = find_patched(part).values()
             raise ValueError(
                 f"This {type(part).__name__} is already patched with {running.config.attention}; change_mhla() "
-                "changes its settings, or call remove_mhla() with it first."
+                "changes its settings, or call remove_mhla() on it first."
             )
     patched = Patched(transformer, config, family, pipe, backend)
     chosen = _chosen_attentions(patched, config)
@@ -188,7 +188,7 @@ def remove_mhla(model: Model) -> Model:
 
 @torch.no_grad()
 def detach(patched: Patched) -> None:
-    """Take everything away that a patch has put in, and bring back weights that it replaced."""
+    """Remove everything that a patch added, and restore the weights that it replaced."""
     if patched.lora is not None and has_lora(patched.transformer, patched.lora):
         remove_lora(patched.transformer, patched.lora)
     elif patched.lora is not None:

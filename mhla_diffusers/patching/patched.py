@@ -1,4 +1,4 @@
-"""The handle of a patched model: what is known of it and of its patch, and the hooks around every forward."""
+"""The handle of a patched model, with the hooks around every forward."""
 
 import logging
 import weakref
@@ -71,7 +71,7 @@ class Patched:
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has hooks: not in diffusers' own form, and not any more after removal."""
+        """Whether it has hooks: not if patched by diffusers' own setter, and not after removal."""
         return vars(self.transformer).get(ATTRIBUTE) is self
 
     @property
@@ -248,7 +248,7 @@ class Patched:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Show every patched attention to a function, whose result it goes on with; nothing runs in a graph."""
+        """Context in which a function sees every patched attention and returns its output; graphs run eagerly."""
         before, self._watch = self._watch, watch
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -272,7 +272,7 @@ class Patched:
         return list(self.attentions)[place[0]] if self.attentions else f"attention {place[1]}"
 
     def error_words(self, tally: Tally | None = None) -> str:
-        """Say how far a call's attentions were from full attention at its latest dense step; empty before one."""
+        """Describe the error of a call's attentions at its latest dense step; empty before one."""
         errors = (self.tally if tally is None else tally).errors
         if not errors:
             return ""

@@ -1,4 +1,4 @@
-"""MHLA's attention processor; it reads tensors from before RoPE and the gate's input through the family's adapter."""
+"""MHLA's attention processor, which reads tensors from before RoPE through the family's adapter."""
 
 import math
 import warnings

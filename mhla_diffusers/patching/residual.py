@@ -1,4 +1,4 @@
-"""Residuals: what sparse attention loses at a dense step corrects the steps that follow.
+"""Residuals: the error of sparse attention measured at a dense step corrects the steps after it.
 
 At a dense step s₀ every attention computes both outputs of its heads and keeps R = dense − sparse, (B, N, C), at low
 rank. A later step s returns sparse + f^(s − s₀) R. The fading f is measured per attention and sample at the next dense
@@ -34,7 +34,7 @@ _LASTS = 0.9
 
 
 def residual_bytes(tokens: int, channels: int) -> int:
-    """Return what the residual of one attention takes, for one sample and branch of the guidance."""
+    """Return the bytes of one attention's residual, for one sample and guidance branch."""
     return 2 * min(RANK, tokens, channels) * (tokens + channels)
 
 

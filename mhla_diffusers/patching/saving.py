@@ -51,7 +51,7 @@ RECORD = "mhla"
 
 @settings()
 class TransformerRecord(Settings):
-    """What a saved patch says of one transformer, to recognise the model that it fits."""
+    """Facts about one transformer of a saved patch, to check that a model fits it."""
 
     family: str
     transformer: str
@@ -64,7 +64,7 @@ class TransformerRecord(Settings):
 
 @settings()
 class PatchRecord(Settings):
-    """What a saved patch says of itself."""
+    """Header of a saved patch."""
 
     format_version: Literal[5]
     base_model: str
@@ -192,7 +192,7 @@ def load_mhla(
     blocks: tuple[int, ...] | None = None,
     backend: str = "auto",
 ) -> Model:
-    """Apply a saved patch, load its weights, and return the model. If anything is refused it is unchanged.
+    """Apply a saved patch, load its weights, and return the model; on an error the model is unchanged.
 
     A patch with weights of the model itself replaces them; they are kept in the CPU's memory, and :func:`remove_mhla`
     brings them back. A LoRA of the patch is loaded as the adapter ``mhla``. A model that was loaded from elsewhere than
@@ -288,12 +288,12 @@ def _find_folder(patch: str | Path) -> Path:
 
 
 def read_record(folder: Path) -> PatchRecord:
-    """Read what a saved patch says of itself; FileNotFoundError without one, ValueError for what is not a patch."""
+    """Read the header of a saved patch; FileNotFoundError if it is missing, ValueError if it is not a patch."""
     path = folder / PATCH_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} holds no MHLA patch: {PATCH_FILE} is missing. A training run has it in its folder result, or "
-            "`mhla export` writes it."
+            f"{folder} holds no MHLA patch: {PATCH_FILE} is missing. Use the result folder of a run, or export "
+            f"a checkpoint: mhla export {folder} --output FOLDER"
         )
     try:
         with safe_open(path, framework="pt") as file:

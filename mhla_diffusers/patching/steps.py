@@ -1,4 +1,4 @@
-"""Which denoising step a forward belongs to: from the scheduler of the pipeline that is running, on the host.
+"""Find the denoising step of a forward, from the scheduler of the running pipeline, on the host.
 
 A step is one of the ``num_inference_steps`` of a pipeline's call; all forwards that a solver of second order makes in
 it belong to it. The running pipeline is found on the stack: the method that runs belongs to an object with this

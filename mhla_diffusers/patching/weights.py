@@ -86,7 +86,7 @@ def refuse_weights_on_disk(transformer: nn.Module, purpose: str) -> None:
 
 
 def has_lora(transformer: nn.Module, name: str) -> bool:
-    """Whether a transformer has a LoRA of that name: something else may have unloaded that of a patch."""
+    """Whether a transformer has a LoRA of that name."""
     return name in getattr(transformer, "peft_config", {})
 
 
@@ -114,7 +114,7 @@ def lora_weights(transformer: nn.Module, name: str) -> dict[str, torch.Tensor]:
 
 
 def load_lora(transformer: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load the LoRA of a patch beside other adapters; ValueError if there is one of its name."""
+    """Load the LoRA of a patch next to other adapters; ValueError if its name is taken."""
     from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -14,7 +14,7 @@ ASSET_FOLDER = Path(__file__).parent / "assets"
 
 
 def pipeline_folder(name: str) -> Path:
-    """Return where tiny-<name> lies; ValueError if there is none."""
+    """Return the folder of tiny-<name>; ValueError if there is none."""
     return ASSET_FOLDER / f"tiny-{tiny_pipeline(name).name}"
 
 

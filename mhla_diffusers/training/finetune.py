@@ -94,7 +94,7 @@ class NamedRun:
         return cache
 
     def sampler(self, data: LatentCache) -> Sampler:
-        """Make what generates at every validation, clips of the most common size among the longest of the data."""
+        """Return the function that generates validation samples, at the most common size of the longest clips."""
         from accelerate import PartialState
 
         validation, component = self.config.validation, self.config.component

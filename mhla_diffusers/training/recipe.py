@@ -119,7 +119,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     if checkpoint is not None:  # what the run finds of data, patch and weights is compared later
         find_changes(checkpoint, read_state(checkpoint), config.to_dict())
     elif resume == "latest":
-        logger.info("%s holds no checkpoint yet: the run begins.", config.output)
+        logger.info("%s holds no checkpoint; starting a new run.", config.output)
     for kind in ("FSDP", "DEEPSPEED"):
         check(
             not parse_flag_from_env(f"ACCELERATE_USE_{kind}"),
@@ -155,7 +155,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
         targets = has if config.lora_rank is None else lora_targets(transformer, config.lora_layers)
         check(
             config.trainable in ("mhla", "lora") and config.lora_rank in (None, rank) and has.keys() == set(targets),
-            f"patch={config.patch!r} has a LoRA of rank {rank} on {len(has)} layers; train it on with trainable: lora, "
+            f"patch={config.patch!r} has a LoRA of rank {rank} on {len(has)} layers; continue it with trainable: lora, "
             "and the lora_rank and lora_layers of the run that made it.",
         )
     frames_together(transformer)  # raises where it cannot be trained
@@ -167,8 +167,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     held_out = config.validation.samples
     check(
         config.batch_size <= len(data) - held_out,
-        f"batch_size={config.batch_size} samples, and validation.samples={held_out} that are held out, are more than "
-        f"the {len(data)} of the data; hold out fewer, or encode more.",
+        f"batch_size={config.batch_size} and validation.samples={held_out} need more than the {len(data)} samples in "
+        "the data; hold out fewer, or encode more.",
     )
     check(
         not config.prompt_dropout or data.empty is not None,
@@ -306,7 +306,7 @@ class Recipe:
                 if is_last or must_stop or self.step % config.checkpoint_every == 0:
                     self.save(must_succeed=is_last or must_stop)
                 if must_stop and not is_last:
-                    logger.warning("Stopped by a signal after step %d; go on with --resume latest.", self.step)
+                    logger.warning("Stopped by a signal after step %d; resume with --resume latest.", self.step)
                     return TrainingResult(self.step, False, None, 128 + (signals[0] if signals else signal.SIGTERM))
             if self.is_first:
                 with self.averaged():
@@ -395,7 +395,7 @@ class Recipe:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context in which the model has the average of its weights, if there is one."""
+        """Context in which the model has its averaged weights, if there are any."""
         if self.average is None:
             yield
             return
@@ -435,7 +435,9 @@ class Recipe:
         with self.averaged():
             finite = all(bool(parameter.isfinite().all()) for parameter in self.trained.values())
         if not (finite and math.isfinite(validation)):
-            raise self._diverged(f"weights after step {self.step} are not finite, or the validation loss {validation}")
+            raise self._diverged(
+                f"weights after step {self.step} are not finite, or the validation loss ({validation}) is not"
+            )
 
     def _diverged(self, what: str) -> TrainingDivergedError:
         # an update that was not skipped shows that the weights before it worked, not those after it

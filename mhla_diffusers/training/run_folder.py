@@ -57,7 +57,7 @@ class RunFolder:
             chosen = None if resume is None else find_checkpoint(Path(resume))
         check(
             not checkpoints or (chosen is not None and step_of(chosen) >= step_of(checkpoints[-1])),
-            f"{self.path} already holds a run, up to {checkpoints[-1:]}. Go on there with --resume latest, or "
+            f"{self.path} already holds a run, up to {checkpoints[-1:]}. Resume it with --resume latest, or "
             "choose another folder: output=….",
         )
         return chosen
@@ -120,14 +120,14 @@ def read_state(folder: Path, with_files: bool = False) -> dict[str, Any]:
         state = read_json(folder / _STATE)
         check(
             isinstance(state, dict) and state.get("format_version") == FORMAT_VERSION,
-            f"{_STATE} is of an earlier version, whose result/ a new run can begin with (patch: …/result).",
+            f"{_STATE} is from an earlier version; start a new run from its result (patch: …/result).",
         )
         for name, expected in state["files"].items() if with_files else ():
-            check(file_hash(folder / name) == expected, f"{folder / name} was changed: its SHA-256 is another.")
+            check(file_hash(folder / name) == expected, f"{folder / name} was changed: its SHA-256 differs.")
         return {**state, "config": TrainingConfig.read(state["config"]).to_dict()}
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"Checkpoint {folder} cannot be read: {error} Remove it, and --resume latest goes on from the one before."
+            f"Checkpoint {folder} cannot be read: {error} Remove it; --resume latest then uses the one before."
         ) from error
 
 
@@ -141,8 +141,9 @@ def find_changes(folder: Path, state: Mapping[str, Any], now: Mapping[str, Any])
     refused = [f"{name}={new!r}, which was {old!r}" for name, old, new in found if name.split(".")[0] not in MAY_CHANGE]
     if refused:
         raise ValueError(
-            f"{folder} does not go with {'; '.join(refused[:4])}. Restore them, large files with their times, or begin "
-            f"a new run with its result (patch: …/result). These may change: {', '.join(MAY_CHANGE)}."
+            f"{folder} cannot resume with {'; '.join(refused[:4])}; restore these values, and large files' "
+            "modification times, or start a new run from its result (patch: …/result). Only these may change: "
+            f"{', '.join(MAY_CHANGE)}."
         )
     return [f"{name}: {old} → {new}" for name, old, new in found]
 

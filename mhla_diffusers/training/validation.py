@@ -1,4 +1,4 @@
-"""What is done with fixed noise: the held-out loss, and samples of prompts."""
+"""Validation with fixed noise: the held-out loss, and samples of prompts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
 
 
 def prompt_sampler(pipe: Any, prompts: Sequence[str], clip: Clip, steps: int, component: str) -> Sampler:
-    """Return what writes ``00.png`` or ``00.mp4`` and so on, a file per prompt, from the same noise every time.
+    """Return a function that writes ``00.png`` or ``00.mp4`` and so on, one per prompt, always from the same noise.
 
     The transformer in training takes the place of ``component`` in the pipeline. ValueError for an unknown class.
     """

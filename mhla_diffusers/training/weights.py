@@ -183,7 +183,7 @@ class Original:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Within the context the transformer is the original model; nothing takes gradients."""
+        """Context in which the transformer is the original model, without gradients."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         adapted = [layer for layer in self._transformer.modules() if isinstance(layer, BaseTunerLayer)]
@@ -212,7 +212,7 @@ class Original:
 
 
 def begin_with(folder: Path, model: Any) -> Any:
-    """Load a saved patch to train on from it, in float32 also in a model in bfloat16, and return the model."""
+    """Load a saved patch to continue its training, in float32 even in a bfloat16 model, and return the model."""
     load_mhla(model, folder)
     (component,) = read_record(folder).transformers
     saved = load_file(folder / PATCH_FILE)
@@ -224,7 +224,7 @@ def begin_with(folder: Path, model: Any) -> Any:
 
 
 def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> None:
-    """Write a patch for :func:`mhla_diffusers.load_mhla`; of a run without one a transformer for from_pretrained."""
+    """Write a patch for :func:`mhla_diffusers.load_mhla`, or a transformer for from_pretrained if the run has none."""
     if config.patch is None:
         transformer.save_pretrained(folder)
         return

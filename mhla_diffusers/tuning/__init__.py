@@ -1,1 +1,1 @@
-"""Find the settings that suit a model, on the user's machine with the user's prompts."""
+"""Find settings for a model, on the user's machine and prompts."""

@@ -1,4 +1,4 @@
-"""Candidates, and which to try next: a function of the trials so far, so a stopped run can resume."""
+"""Candidates, and the choice of the next one: a function of the trials so far, so that a stopped run can resume."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ PROFILE_CONFIGS = {name: SparseConfig(**settings) for name, settings in reversed
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a pipeline is called with: a patch, First Block Cache, both, or neither."""
+    """A configuration to try: a patch, First Block Cache, both, or neither."""
 
     config: SparseConfig | None = None
     """Settings of the patch, each on its ladder; None for no patch."""
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The profile that it is nearest to and what differs, and the cache."""
+        """Name: the nearest profile, what differs from it, and the cache."""
         parts = []
         if self.config is not None:
             own = {name: getattr(self.config, name) for name in LADDERS}
@@ -124,7 +124,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked of the settings: a PSNR in dB, or a speedup over the unpatched pipeline."""
+    """The goal: a PSNR in dB, or a speedup over the unpatched pipeline."""
 
     psnr: float | None = None
     speedup: float | None = None
@@ -151,7 +151,7 @@ class Target:
 
 @dataclass
 class Tuned:
-    """What a run has found so far."""
+    """The results of a run so far."""
 
     target: Target
     prompts: Sequence[str]
@@ -168,7 +168,7 @@ class Tuned:
         able = [trial for trial in self.trials[1:] if trial.clips]
         if not able:
             reasons = "; ".join(f"{trial.candidate.name}: {trial.failed}" for trial in self.trials[1:])
-            raise ValueError(f"No candidate could be judged ({reasons or 'the time was over'}); give more minutes.")
+            raise ValueError(f"No candidate was measured ({reasons or 'time ran out'}); give more minutes.")
         judged = [trial for trial in able if len(trial.clips) == len(self.prompts)]
         return min(judged or able, key=self.target.rank)
 

@@ -1,4 +1,4 @@
-"""What ``mhla tune`` writes to look at: strips of frames, and the page."""
+"""The report of ``mhla tune``: strips of frames, and an HTML page."""
 
 import base64
 import math

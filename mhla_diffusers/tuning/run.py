@@ -1,4 +1,4 @@
-"""Find the settings that suit a model: whole calls of its pipeline, judged against the unpatched ones.
+"""Find settings for a model by whole calls of its pipeline, compared with unpatched ones.
 
 A run folder records itself in ``settings.json`` and ``candidates.jsonl``, a line per candidate, and goes on from there.
 """
@@ -124,9 +124,7 @@ def _read_run(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
     """Read the trials of a run folder, at first the unpatched pipeline's alone; ValueError for another run's."""
     file, lines = folder / "settings.json", folder / "candidates.jsonl"
     foreign = None if file.is_file() else next(iter(visible_files(folder)), None)
-    check(
-        foreign is None, f"{folder} has files that are not of a tuning run, such as {foreign}; choose another folder."
-    )
+    check(foreign is None, f"{folder} has files that no tuning run wrote, such as {foreign}; choose another folder.")
     if not lines.is_file():  # nothing was measured before
         write_json(record, file)
         return [Trial(Candidate())]

@@ -61,7 +61,7 @@ def test_results_are_read_from_one_file_or_many(tmp_path):
     one.write_text(json.dumps({name.replace("_", " "): score for name, score in scores.items()}))
     assert read_results([one]) == scores
     for content, sources, named in (
-        ('{"color": [0.1, []]}', [one, folder], "scores color"),
+        ('{"color": [0.1, []]}', [one, folder], "color="),
         ('{"color": [NaN, []]}', [folder], "color_eval_results.json: color=nan"),
         ('{"color": [91.6, []]}', [folder], "color_eval_results.json: color=91.6"),
         ('{"colour": [0.9, []]}', [folder], "color_eval_results.json: colour=0.9"),

@@ -198,9 +198,9 @@ REFUSALS: dict[str, tuple[str, Callable[[Given], Given], tuple[Any, ...]]] = {
                        ("(1, 14, 10)", "(1, 16, 16)")),
     "z-image, omni": ("z_image", giving(image_noise_mask=[[1]] * 2), ("image_noise_mask", "remove_mhla(pipe)")),
     "ideogram, packed": ("ideogram4", _other_text, ("Several", "remove_mhla(transformer)")),
-    "minimax, two videos": ("minimax_h3", _two_videos, ("one token grid",)),
+    "minimax, two videos": ("minimax_h3", _two_videos, ("not one grid",)),
     "ltx, no size": ("ltx", giving(height=None), ("num_frames, height and width",)),
-    "ltx, no beginning": ("ltx", lambda given: located(given, coordinates([1.0, 9.0])), ("0 tokens", "one token grid")),
+    "ltx, no beginning": ("ltx", lambda given: located(given, coordinates([1.0, 9.0])), ("0 tokens", "not one grid")),
     "ltx, a token too few": ("ltx", lambda given: located(given, coordinates(GRID)[:, :, :-1]), ("95 tokens",)),
     "ltx, columns first": ("ltx", lambda given: located(given, coordinates(GRID)[:, [0, 2, 1]]), ("96 tokens",)),
 }  # fmt: skip

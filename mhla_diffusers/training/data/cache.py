@@ -114,8 +114,8 @@ class LatentCache:
         self.clips = [clip for file in files for clip in file.clips]
         check(
             bool(self.clips),
-            f"{self.folder} holds no clips: encoding stopped before the first, or no file could be used. The same "
-            "mhla encode or mhla synthesize command goes on.",
+            f"{self.folder} holds no clips: encoding stopped before the first, or no file could be used. Repeat "
+            "the mhla encode or mhla synthesize command to resume.",
         )
         there = {f"clips/{path.name}" for path in (self.folder / "clips").glob("*.safetensors")}
         if missing := [clip.file for clip in self.clips if clip.file not in there]:
@@ -141,7 +141,7 @@ class LatentCache:
 
 
 class CacheWriter:
-    """Makes a cache of some files, or goes on with one; what a killed process loses is the file that it was at.
+    """Writes a cache, or resumes one; a killed process loses only the file it was working on.
 
     Clips of files that are gone or have changed are removed. ValueError if the folder holds clips of another model, of
     other settings (``made_with``), or of other files alone.

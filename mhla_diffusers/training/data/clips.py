@@ -1,4 +1,4 @@
-"""What is cut out of videos and pictures: clips of some lengths, at one rate, in buckets of sizes."""
+"""How clips are cut from videos and images: lengths, frame rate, and buckets of sizes."""
 
 import math
 from typing import Annotated
@@ -16,7 +16,7 @@ _SAME_ASPECT = 0.06
 
 @settings()
 class Clips(Settings):
-    """Which clips every video gives, and which size."""
+    """Which clips to cut from every video, and their sizes."""
 
     frames: Annotated[tuple[PositiveInteger, ...], Field(min_length=1)]
     """Lengths of clips, the shortest first; 1 for pictures, and for frames of videos as pictures."""

@@ -1,4 +1,4 @@
-"""Make a cache of latents: from files, or from prompts alone."""
+"""Make a cache of latents from files, or from prompts."""
 
 import logging
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def _warn_of_cut_captions(family: Family, pipe: Any, files: Sequence[SourceFile]
     long = [file.name for file in files for text in file.captions if len(tokenizer(text).input_ids) > limit]
     if long:
         logger.warning(
-            "%d captions have more than the %d tokens that the model takes and are cut, such as that of %s.",
+            "%d captions exceed the model's %d tokens and are truncated, such as that of %s.",
             *(len(long), limit, long[0]),
         )
 

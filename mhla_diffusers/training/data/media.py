@@ -73,7 +73,7 @@ def _captions_beside(files: dict[str, Path], media: Iterable[str]) -> dict[str, 
     stems = {name: str(Path(name).with_suffix("")) for name in sorted(media)}
     if alone := sorted(texts.keys() - set(stems.values())):
         logger.warning(
-            "%d captions have no video or image beside them (%s), such as %s.",
+            "%d captions have no video or image of the same name (%s), such as %s.",
             *(len(alone), ", ".join(_SUFFIXES), texts[alone[0]]),
         )
     return {name: "\n".join(read_lines(texts[stem])) if stem in texts else "" for name, stem in stems.items()}
@@ -147,7 +147,7 @@ def read_clips(file: Path, clips: Clips) -> Iterator[ReadClip]:
     if (count := getattr(Image.open(file), "n_frames", 1)) > 1:
         raise UnreadableMediaError(f"an animated image of {count} frames; convert it to a video, such as MP4")
     if 1 not in clips.frames:
-        raise UnreadableMediaError(f"an image has no {clips.frames[0]} frames")
+        raise UnreadableMediaError(f"an image, but the shortest clip has {clips.frames[0]} frames")
     height, width = _size_of((picture.height, picture.width), clips)
     fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
@@ -159,7 +159,7 @@ def _size_of(shape: tuple[int, int], clips: Clips) -> tuple[int, int]:
     size = clips.size_for(*shape)
     scale = max(size[0] / shape[0], size[1] / shape[1])
     if scale > 1 and not clips.upscale:
-        raise UnreadableMediaError(f"too small: {times(shape)} would be enlarged {scale:.3g} times to {times(size)}")
+        raise UnreadableMediaError(f"too small: {times(shape)} would be upscaled {scale:.3g} times to {times(size)}")
     return size
 
 
@@ -190,7 +190,7 @@ def _read_video(file: Path, clips: Clips) -> Iterator[ReadClip]:
                 return
     if not is_found:
         raise UnreadableMediaError(
-            f"too short: {number + 1} frames at {clips.fps:g} fps, and the shortest clip has {shortest}"
+            f"too short: {number + 1} frames at {clips.fps:g} fps, but the shortest clip has {shortest}"
         )
 
 

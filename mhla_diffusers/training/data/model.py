@@ -77,7 +77,7 @@ class DataModel:
             )
             check(
                 length > 1 or not self.begins_with_picture,
-                "frames=1 is the picture alone, which image-to-video does not predict; ask for more frames.",
+                "frames=1 is only the input image, and image-to-video predicts the frames after it; give more frames.",
             )
         return found
 

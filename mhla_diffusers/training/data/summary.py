@@ -1,4 +1,4 @@
-"""What data consists of: which clips are used, by bucket, and why files are left out."""
+"""Summarise data: clips used, by bucket, and why files are left out."""
 
 from collections import Counter
 from collections.abc import Sequence

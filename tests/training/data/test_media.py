@@ -106,7 +106,7 @@ def test_unreadable_files_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("image.png", None, CLIP, "5 frames"),
         ("huge.png", None, IMAGE, "not a readable image"),
         ("short.mp4", None, CLIP, "too short: 3 frames at 8 fps.* 5"),
-        ("small.mp4", None, CLIP, "16x16 would be enlarged 2 times"),
+        ("small.mp4", None, CLIP, "16x16 would be upscaled 2 times"),
         ("sound.mp4", None, IMAGE, "no video, but audio"),
         ("moving.webp", None, IMAGE, "animated image of 2 frames"),
     ):
@@ -177,9 +177,9 @@ def test_hidden_files_are_passed_over_and_what_is_left_out_is_told(
         ("jsonl", b'{"file_name": "a.png", "text": ["x", []]}\n', r"Row 1 of .*text=\['x', \[\]\]"),
         ("jsonl", b'{"file_name": "a.png", "text": NaN}\n', "Row 1 of .*text=nan"),
         # quotation marks that nothing closes, and a field that the reader does not take
-        ("csv", b'file_name,text\na.png,"a cat\nb.png,a dog\n', "metadata.csv cannot be read .*quotation"),
-        ("csv", b'file_name,text\na.png,"a cat\nb.png,"a dog"\n', "metadata.csv cannot be read .*quotation"),
-        ("csv", b"file_name,text\na.png," + b"a" * 200_000, "metadata.csv cannot be read .*quotation"),
+        ("csv", b'file_name,text\na.png,"a cat\nb.png,a dog\n', "metadata.csv is not valid CSV.*quotation"),
+        ("csv", b'file_name,text\na.png,"a cat\nb.png,"a dog"\n', "metadata.csv is not valid CSV.*quotation"),
+        ("csv", b"file_name,text\na.png," + b"a" * 200_000, "metadata.csv is not valid CSV.*quotation"),
     ],
 )
 def test_captions_in_a_file_that_is_wrong_are_refused(kind: str, content: bytes, words: str, tmp_path: Path) -> None:
