@@ -92,14 +92,9 @@ def test_a_folder_of_other_samples_is_refused(tmp_path):
 
 
 def test_further_prompts_and_seeds_join_a_folder(tmp_path):
-    config = prompted(tmp_path, "a seven", "3", seeds=(0, 5))
-    assert made(config) == [True] * 4
+    assert made(prompted(tmp_path, "a seven", "3", seeds=(0, 5))) == [True] * 4
     images = ["0000-0-a-seven.png", "0000-5-a-seven.png", "0001-0-3.png", "0001-5-3.png"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [*images, "samples.json"]
-    first = (tmp_path / images[0]).read_bytes()
-    (tmp_path / images[0]).unlink()
-    assert made(config) == [False, False, False, True]
-    assert (tmp_path / images[0]).read_bytes() == first
     # a run for fewer of them lists what earlier ones have made as well
     assert made(prompted(tmp_path, "a seven", seeds=(0, 5))) == [False] * 2
     assert [one.file for one in read_record(tmp_path).samples] == images

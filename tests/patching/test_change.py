@@ -10,7 +10,7 @@ from ..families.cases import output as case_output
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from ..refusals import refused
-from .shared import assert_equal_up_to_order, own_form, trained
+from .shared import CAUSAL, assert_equal_up_to_order, own_form, trained
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,6 @@ def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
     assert_equal_up_to_order(output(model, inputs("wan")), expected)
 
 
-CAUSAL = {"own": "linear", "causal": "block", "block_length": 2, "blocks": (2, 2, 3)}
 REFUSED = {
     "another number of axes": ({}, {"blocks": (2, 2)}, "blocks=(2, 2)"),
     "a layer that is not there": ({}, {"layers": [9]}, "9 must be"),

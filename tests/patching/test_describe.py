@@ -12,7 +12,7 @@ import mhla_diffusers as mhla
 from ..models import FAMILIES, inputs, output, patched, wan
 from ..pipelines import dit_pipeline, generate, wan22_pipeline, wan_pipeline
 from ..refusals import refused
-from .shared import ONE_PER_CLASS, unet
+from .shared import CAUSAL, ONE_PER_CLASS, unet
 
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
@@ -63,16 +63,13 @@ def test_describe_tells_of_sparse_attention():
     assert "dense in steps 1-10, 50 of 50 and in layer 0" in str(mhla.describe(model)).splitlines()
 
 
-_CAUSAL = {"blocks": (3, 2, 2), "causal": "block", "block_length": 2}
-
-
 def test_describe_of_a_causal_patch_knows_that_a_video_may_end_early():
     """Blocks have one length, and softmax attention of before saw all frames."""
-    model = mhla.apply_mhla(wan(), **_CAUSAL)
-    assert mhla.describe(model)[0].density == 1 / 3
-    for frames in (2, 4, 6):
+    model = mhla.apply_mhla(wan(), **CAUSAL)
+    assert mhla.describe(model)[0].density == 1 / 2
+    for frames in (2, 4):
         (layer, *_) = mhla.describe(model, grid=(frames, 4, 6))
-        assert (layer.blocks, layer.tokens_per_block) == ((3, 2, 2), (12, 12))
+        assert (layer.blocks, layer.tokens_per_block) == ((2, 2, 3), (8, 8))
         assert layer.density == pytest.approx(2 / frames)
 
 
@@ -104,7 +101,7 @@ REFUSED = {
     "width": (wan, {"blocks": (2, 2, 3)}, {"grid": (4, 4, 2)}, "width...2...3"),
     "axes": (wan, {"blocks": (2, 2, 3)}, {"grid": (4, 4)}, "(4, 4)"),
     "no model": (unet, {}, {}, "UNet2DModel"),
-    "frames": (wan, _CAUSAL, {"grid": (8, 4, 6)}, "8...3 blocks of 2"),
+    "frames": (wan, CAUSAL, {"grid": (8, 4, 6)}, "8...2 blocks of 2"),
     "half a size": (wan_pipeline, {}, {"height": 32}, "height=32 and width=None"),
     "a grid as well": (wan_pipeline, {}, SMALL | {"grid": (3, 2, 3)}, "grid=(3, 2, 3)"),
     "no token": (wan_pipeline, {}, {"height": 4, "width": 48, "num_frames": 9}, "4x48...(3, 0, 3)"),

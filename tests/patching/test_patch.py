@@ -109,15 +109,6 @@ def test_a_pipeline_of_which_one_transformer_is_patched_is_refused_as_a_whole_wi
     assert (footprint(pipe.transformer), footprint(pipe.transformer_2)) == before
 
 
-def test_more_blocks_than_tokens_is_refused_at_the_input():
-    """Only the input tells the grid; the message names the axis, and the model goes on with inputs that fit."""
-    model = patched("sana", blocks=(4, 8))
-    expected = output(model, inputs("sana"))
-    with refused("width", 5, 8):
-        output(model, inputs("sana", ragged=True))
-    assert torch.equal(output(model, inputs("sana")), expected)
-
-
 def test_what_is_not_patched_can_be_removed_again_but_not_disabled(caplog):
     model = FAMILIES["sana"].build()
     assert mhla.remove_mhla(model) is model, "as in the second run of a notebook's cell"

@@ -129,8 +129,6 @@ REFUSED = [
     ((3,), {}, "got 3"),
     ((), {"density": 0.1}, "density=0.1...apply_mhla(pipe)"),
     ((mhla.MHLAConfig(blocks=(2, 2)),), {"density": 0.1}, "density"),
-    ((), {"blocks": (2, 2), "far": "means"}, "blocks...far"),
-    ((), {"blocs": (2, 2, 2)}, "'blocs'"),
     ((), {"grid": (2, 2)}, "blocks=(7, 3, 5)...SparseConfig"),
     ((), {"blocks": (2, 2, 2), "grid": (4, -8, 8)}, "grid=(4, -8, 8)"),
     ((), {"blocks": (2, 2), "backend": "eagr"}, "'eagr'...auto...eager"),

@@ -16,24 +16,20 @@ from mhla_diffusers.patching.residual import FIRST_FADING, RANK, Residual
 from mhla_diffusers.tiny import call_settings, load_tiny
 
 from ..models import bytes_alive, relative_change
-from ..pipelines import dit_pipeline, wan22_pipeline, wan_pipeline
+from ..pipelines import PIPELINES, wan22_pipeline, wan_pipeline
 from .shared import SPARSE, in_threads, seen_by
 
 DENSE = SPARSE | {"dense_first": 1, "dense_every": 3}
 """Dense steps 0, 3, 6 and 9 of eleven."""
-CALLS = {
-    "wan": {"prompt": "a cat", "height": 32, "width": 32, "num_frames": 9, "guidance_scale": 3.0},
-    "dit": {"class_labels": [3], "guidance_scale": 3.0},
-}
-MAKE = {"wan": wan_pipeline, "dit": dit_pipeline}
+NAMES = ["wan", "dit"]
 
 
 def sample(pipe, seed=0, **call):
     """Latents of Wan, or a picture of DiT."""
-    is_dit = type(pipe).__name__.startswith("DiT")
-    usual = CALLS["dit" if is_dit else "wan"] | {"num_inference_steps": 11, "output_type": "np" if is_dit else "latent"}
+    name, kind = ("dit", "np") if type(pipe).__name__.startswith("DiT") else ("wan", "latent")
+    usual = PIPELINES[name].call | {"guidance_scale": 3.0, "num_inference_steps": 11, "output_type": kind}
     output = pipe(**usual | call, generator=torch.Generator().manual_seed(seed))
-    return torch.as_tensor(output.images if is_dit else output.frames)
+    return torch.as_tensor(output.images if name == "dit" else output.frames)
 
 
 # What is measured
@@ -90,10 +86,10 @@ def test_what_is_kept_is_the_best_of_its_rank():
 # What it does
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", NAMES)
 def test_dense_steps_are_the_unpatched_models_and_the_next_ones_are_corrected(name):
     """Of the first attention, whose input in the second step is the same with and without correction."""
-    pipe, seen = mhla.apply_mhla(MAKE[name](), **DENSE), {}
+    pipe, seen = mhla.apply_mhla(PIPELINES[name].build(), **DENSE), {}
     for correct in (True, False):
         mhla.change_mhla(pipe, correct=correct)
         seen[correct] = seen_by(pipe.transformer, lambda: sample(pipe))
@@ -137,13 +133,13 @@ def stop(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_call_begins_afresh_and_leaves_nothing(name):
     """After another seed and size, a failed forward, an interrupt in a layer, and a patch that was off."""
-    pipe = mhla.apply_mhla(MAKE[name](), **DENSE)
+    pipe = mhla.apply_mhla(PIPELINES[name].build(), **DENSE)
     expected, other = sample(pipe), sample(pipe, seed=1)
     if name == "wan":
-        sample(pipe, width=48)
+        sample(pipe, width=32)
         sample(pipe, num_inference_steps=5)
     assert not torch.equal(expected, other) and torch.equal(sample(pipe), expected)
     before = bytes_alive()
@@ -180,13 +176,13 @@ def held_in(pipe, **call):
 
 def test_a_running_call_holds_what_describe_says_and_a_finished_one_nothing():
     pipe = mhla.apply_mhla(wan_pipeline(), **DENSE)
-    layers = mhla.describe(pipe, height=32, width=32, num_frames=9)
+    layers = mhla.describe(pipe, height=32, width=48, num_frames=9)
     told = 2 * sum(layer.residual_bytes for layer in layers)  # both branches of the guidance
     *running, last, finished, _ = held_in(pipe)
     small = 2 * len(layers) * 64  # fading, weight and error of each
     assert all(told <= held <= told + small for held in running), (told, running)
     assert finished <= small and last <= small
-    assert "residuals of these take" in str(mhla.describe(pipe, height=32, width=32, num_frames=9))
+    assert "residuals of these take" in str(mhla.describe(pipe, height=32, width=48, num_frames=9))
 
 
 def test_the_first_expert_of_wan_2_2_keeps_nothing_behind_its_boundary():

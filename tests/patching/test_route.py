@@ -24,13 +24,11 @@ from mhla_diffusers.patching import find_patched
 from .. import models
 from ..models import FAMILIES, assert_changed, seeded
 from ..refusals import refused
-from .shared import in_threads, seen_by
+from .shared import SPARSE, in_threads, seen_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 GRID, HEADS, HEAD_DIM, TEXT = (4, 6, 8), 2, 16, 5
 TOKENS = math.prod(GRID) + TEXT
-SMALL = NOTHING_DENSE | {"density": 0.2, "block_size": 4, "far": "means"}
-"""Of tiny grids, on which sparse attention is something else than softmax."""
 WHERE = NOTHING_DENSE | {"grid": GRID, "extra": (0, TEXT)}
 
 
@@ -246,12 +244,12 @@ def test_threads_copies_and_other_models_are_left_alone():
 
 def test_a_model_within_a_model():
     """Each answers its own attentions; a part that is patched is not patched again with the whole."""
-    model, arguments = cosmos()
-    block = model.transformer_blocks[0]
-    mhla.apply_mhla(block, **NOTHING_DENSE, grid=(4, 6, 8), density=0.2)
+    model, arguments = hidream()
+    block = model.double_stream_blocks[0]
+    mhla.apply_mhla(block, **NOTHING_DENSE, grid=(8, 12), extra=(0, None), density=0.2)
     with torch.no_grad():
         model(**arguments)
-    assert tally(block).startswith("sparse in 1 of 2 attentions")
+    assert tally(block).startswith("sparse in 1 of 1 attentions")
     with refused(type(block).__name__):
         mhla.apply_mhla(model, grid=GRID)
     with refused(type(block).__name__):
@@ -260,9 +258,12 @@ def test_a_model_within_a_model():
 
 @pytest.mark.parametrize("name", ["without a family", "wan", "dit"])
 def test_disabled_within_the_context_in_this_thread_alone(name):
-    model, predict = (plain({}), run) if name not in FAMILIES else (
-        models.patched(name, density=0.2), partial(models.output, arguments=models.inputs(name)))  # fmt: skip
-    expected, dense, found = predict(model), predict(plain() if name not in FAMILIES else FAMILIES[name].build()), []
+    if name in FAMILIES:
+        model, original = models.patched(name, density=0.2), FAMILIES[name].build()
+        predict = partial(models.output, arguments=models.inputs(name))
+    else:
+        model, original, predict = plain({}), plain(), run
+    expected, dense, found = predict(model), predict(original), []
     with mhla.mhla_disabled(model):
         assert torch.equal(predict(model), dense)
         in_threads(lambda: found.append(predict(model)))
@@ -294,7 +295,7 @@ def kernels(model):
     )
 
 
-@pytest.mark.parametrize("settings", [SMALL, {"blocks": (2, 2, 3)}], ids=["sparse", "MHLA"])
+@pytest.mark.parametrize("settings", [SPARSE, {"blocks": (2, 2, 3)}], ids=["sparse", "MHLA"])
 def test_a_backend_holds_for_what_stays_dense_and_the_patch_stays(settings):
     """By diffusers' context manager and by its method: two layers of four, and four cross-attentions."""
     model = models.wan()
@@ -318,17 +319,6 @@ def test_a_backend_holds_for_what_stays_dense_and_the_patch_stays(settings):
 
 
 # Classes of diffusers without a family
-
-
-def cosmos():
-    model = seeded(
-        diffusers.CosmosTransformer3DModel,
-        **{"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 2},
-        **{"text_embed_dim": 8, "adaln_lora_dim": 4, "max_size": (4, 16, 16), "concat_padding_mask": False},
-    )
-    torch.manual_seed(1)
-    latents, text = torch.randn(1, 4, 4, 12, 16), torch.randn(1, 6, 8)
-    return model, {"hidden_states": latents, "encoder_hidden_states": text, "timestep": torch.tensor([500])}
 
 
 def hidream():
@@ -391,7 +381,6 @@ def cosmos3():
 
 
 CLASSES = {
-    "a video alone": cosmos,
     "text": hidream,
     "keys of text without queries, from a cache": qwenimage21,
     "heads that share keys": cosmos3,
@@ -400,7 +389,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_diffusers_without_a_family(name):
-    """Some with the arguments that the page gives."""
+    """With the arguments that the page gives."""
     model, arguments = CLASSES[name]()
 
     def predict():
@@ -408,9 +397,7 @@ def test_classes_of_diffusers_without_a_family(name):
             found = model(**arguments, return_dict=False)[0]
             return found[0] if isinstance(found, list) else found
 
-    where = NOTHING_DENSE | {"grid": (4, 6, 8)}
-    if (known := re.search(rf"`{type(model).__name__}` \| `(grid=.*)`", PAGE)) is not None:
-        where |= eval(f"dict({known[1]})")
+    where = NOTHING_DENSE | eval(f"dict({re.search(rf'`{type(model).__name__}` . `(grid=.*)`', PAGE)[1]})")
     expected = predict()
     mhla.apply_mhla(model, **where, density=1.0)
     torch.testing.assert_close(predict(), expected, atol=1e-4, rtol=1e-4)

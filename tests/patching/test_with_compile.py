@@ -11,9 +11,7 @@ from mhla_diffusers.config import NOTHING_DENSE
 
 from ..models import FAMILIES, assert_changed, inputs, output, seeded
 from ..pipelines import wan_pipeline
-from .shared import EVERYTHING, assert_equal_up_to_order
-
-SPARSE = NOTHING_DENSE | {"density": 0.2, "block_size": 4, "far": "means"}
+from .shared import EVERYTHING, SPARSE, assert_equal_up_to_order
 
 
 @pytest.fixture

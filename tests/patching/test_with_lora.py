@@ -48,12 +48,8 @@ def test_the_lora_of_a_patch_and_that_of_a_user_run_together(first, tmp_path, ca
     else:
         mhla.load_mhla(pipe, folder)
         pipe.load_lora_weights(weights, adapter_name="style")  # which leaves it active alone
-        for _ in range(2):
-            output(pipe.transformer, inputs("wan"))
-        assert sum("not active" in line for line in caplog.messages) == 1
         assert "not active" in str(mhla.describe(pipe))
         pipe.set_adapters(["mhla", "style"])
-    caplog.clear()
     both = output(pipe.transformer, inputs("wan"))
     reference = mhla.load_mhla(wan_pipeline(), folder)
     reference.load_lora_weights(weights, adapter_name="style")

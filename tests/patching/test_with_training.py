@@ -15,9 +15,7 @@ from mhla_diffusers.tiny import load_tiny
 
 from ..models import FAMILIES, inputs, output, patched, relative_change
 from ..refusals import refused
-from .shared import CAUSAL, EVERYTHING, ONE_PER_CLASS, in_threads, mixings
-
-SPARSE = {"density": 0.2, "block_size": 4, "far": "means"}
+from .shared import CAUSAL, EVERYTHING, ONE_PER_CLASS, SPARSE, in_threads, mixings
 
 
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
