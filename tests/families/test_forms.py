@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 
 import mhla_diffusers as mhla
 
 from ..models import assert_changed, relative_change
+from ..patching.shared import PROJECTIONS, with_lora
 from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, handle, output, tally
 
 FORMS = (
@@ -97,13 +97,6 @@ def test_a_compiled_krea_takes_prompts_of_other_lengths() -> None:
 # Weights
 
 
-def with_lora(model: Any) -> Any:
-    """The model with an adapter that changes its output from the start."""
-    torch.manual_seed(2)
-    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v"])
-    return inject_adapter_in_model(config, model).eval()
-
-
 FUSED = ("auraflow", "cogvideox", "flux", "hunyuan_dit", "ltx", "ltx2", "pixart", "sd3", "wan", "chronoedit")
 
 
@@ -126,8 +119,8 @@ def test_fused_projections_are_the_models_own(name: str, first: str) -> None:
     for one in (model, reference):
         one.unfuse_qkv_projections()
     assert torch.equal(output(model, arguments), output(reference, arguments))
-    expected = output(with_lora(reference), arguments)
-    assert torch.equal(output(with_lora(model), arguments), expected)
+    expected = output(with_lora(reference, *PROJECTIONS[:3]), arguments)
+    assert torch.equal(output(with_lora(model, *PROJECTIONS[:3]), arguments), expected)
     assert torch.equal(output(mhla.remove_mhla(model), arguments), expected)
     mhla.apply_mhla(model, **SPARSE).fuse_qkv_projections()
     mhla.remove_mhla(model).unfuse_qkv_projections()
