@@ -137,7 +137,7 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     """
     running = {name: patched for name, patched in require_patched(model).items() if not patched.is_off}
     if not running:
-        raise ValueError("The patch of this model is switched off; leave mhla_disabled() first.")
+        raise ValueError("The patch of this model is disabled; exit mhla_disabled() first.")
     transformers = {name: patched.transformer for name, patched in running.items()}
     found: dict[tuple[str, str], list[_Compared]] = {
         (component, layer): [] for component, patched in running.items() for layer in patched.chosen

@@ -268,7 +268,7 @@ def _say_eager(reason: str) -> None:
 
 
 def _described(x: Any) -> str:
-    """Type, shape and device of a tensor; the class of anything else."""
+    """Describe a tensor by type, shape and device; anything else by its class."""
     return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
@@ -378,8 +378,8 @@ def _check_tokens(call: MHLACall | SparseCall) -> None:
             )
     elif tokens > count:
         raise ValueError(
-            f"The sequence has N={tokens} tokens, more than the {count} of the grid {grid}. Give a longer grid, and "
-            "for more blocks than trained a mixing matrix from extend_mixing()."
+            f"The sequence has N={tokens} tokens, more than the {count} of the grid {grid}. Give a longer grid; "
+            "for more blocks than trained, extend_mixing() makes the mixing matrix."
         )
     elif call.causal == "block" and tokens not in (ends := frame_block_starts(grid, call.blocks)):
         raise ValueError(

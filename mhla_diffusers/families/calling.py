@@ -117,7 +117,7 @@ class TrueGuidanceCalling(Calling):
 
 
 class MiniMaxH3Calling(Calling):
-    """A modular pipeline, which may lack the autoencoder."""
+    """Calls MiniMax-H3's modular pipeline, which may lack the autoencoder."""
 
     def grid(self, pipe: Any, transformer: Any, clip: Clip) -> tuple[int, ...]:
         """Take the stride from the pipeline."""
@@ -127,7 +127,7 @@ class MiniMaxH3Calling(Calling):
 
 @dataclass(kw_only=True, eq=False)
 class ClassCalling(Calling):
-    """DiT's pipeline takes classes, by number or by a name of its labels."""
+    """Calls DiT's pipeline, with classes by number or label."""
 
     prompts_are_classes: bool = True
 

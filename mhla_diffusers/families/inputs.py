@@ -1,4 +1,4 @@
-"""What a transformer's forward takes, for families that are measured and trained."""
+"""Arguments of a transformer's forward, for families that can be benchmarked and trained."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -56,7 +56,7 @@ class Model:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether it is only for trying commands out."""
+        """Whether it is a tiny model for trying out commands."""
         return self.name.startswith("tiny")
 
 

@@ -1,4 +1,4 @@
-"""All families as one table; comments say where else a model attends, and which tokens it has besides the grid's."""
+"""All families as one table; comments name a model's other attentions and its extra tokens."""
 
 import math
 from collections.abc import Mapping

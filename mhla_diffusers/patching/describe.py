@@ -151,7 +151,7 @@ def dense_in_words(config: PatchConfig, count: int = USUAL_STEPS) -> str:
 
 
 def applied_in_words(patched: Patched, pipe: Any) -> str:
-    """Say in a line what a new sparse patch does, the most a call gains at the usual size, and the residuals' bytes."""
+    """Describe a new sparse patch in a line: effect, most it can save at the usual size, residual bytes."""
     config, family = patched.config, patched.family
     assert isinstance(config, SparseConfig)
     words = f"{config.profile or config.attention}: {100 * config.density:g} % of block pairs; {dense_in_words(config)}"

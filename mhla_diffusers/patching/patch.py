@@ -136,7 +136,7 @@ def _log_patch(patched: Patched, model: Any) -> None:
         return
     config, kind, family = patched.config, type(patched.transformer).__name__, patched.family
     if isinstance(config, SparseConfig):
-        return logger.info("%s; quality not measured: mhla tune", applied_in_words(patched, model))
+        return logger.info("%s; quality not measured, see mhla tune", applied_in_words(patched, model))
     runs = f"{config.attention} in {len(patched.chosen)} of the {len(patched.attentions)} self-attentions of {kind}"
     if family.computes != "softmax":
         return logger.info("%s", runs)
@@ -155,8 +155,8 @@ def plan_patch(
         if is_patched(part):
             (running,) = find_patched(part).values()
             raise ValueError(
-                f"This {type(part).__name__} is already patched with {running.config.attention}; change_mhla() "
-                "changes its settings, or call remove_mhla() on it first."
+                f"This {type(part).__name__} is already patched with {running.config.attention}; change it "
+                "with change_mhla(), or call remove_mhla() first."
             )
     patched = Patched(transformer, config, family, pipe, backend)
     chosen = _chosen_attentions(patched, config)
@@ -252,7 +252,7 @@ def _plan_change(
     patched: Patched, model: Any, backend: str | None, settings: Mapping[str, Any]
 ) -> tuple[Patched, Layers]:
     if patched.is_off:
-        raise ValueError("The patch is switched off; leave mhla_disabled() before change_mhla().")
+        raise ValueError("The patch is disabled; exit mhla_disabled() before change_mhla().")
     old = patched.config
     config = old.replace(**settings)
     pipe = patched.pipeline.owner() if isinstance(model, nn.Module) else model
@@ -312,7 +312,7 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
         refuse_fused(patched.transformer, "run MHLA")
     elif family.computes != "softmax":
         raise ValueError(
-            f"{config.attention.capitalize()} approximates softmax attention, and the own attention of {kind} is "
+            f"{config.attention.capitalize()} approximates softmax attention, but {kind}'s own attention is "
             f"{family.computes}; patch it with MHLA, blocks={family.mhla_blocks}."
         )
     if not family.knows_layers:

@@ -222,7 +222,7 @@ def load_mhla(
     if record.weights != "all" and not belongs:
         warnings.warn(
             f"This patch was made for {record.base_model}, but the model was loaded from {came_from}. Unless that is "
-            "a copy, the two do not belong together.",
+            "a copy, the patch does not belong to it.",
             stacklevel=2,
         )
     plans = []
@@ -274,7 +274,7 @@ def _find_folder(patch: str | Path) -> Path:
         return shipped
     allowed = f"{patch} must be a folder, a Hub id (owner/name) or a shipped adapted patch"
     if str(patch) in patch_names():
-        raise ValueError(f"{allowed}; use apply_mhla(model, {str(patch)!r}) for a preset, settings without weights.")
+        raise ValueError(f"{allowed}; use apply_mhla(model, {str(patch)!r}) for a preset, which has no weights.")
     if len(path.parts) != 2:
         near = said_allowed(path.name, list(adapted_patches()), "mhla info")
         raise FileNotFoundError(f"{allowed}; {near}")

@@ -49,7 +49,7 @@ def check_plain(name: str, tensor: torch.Tensor, purpose: str, may_be_meta: bool
             f"{name} is a {type(tensor).__name__}, quantised or sharded; {purpose} before that, save only MHLA's own "
             "tensors with weights='mhla', or load the model again with from_pretrained()."
         )
-    check(may_be_meta or not tensor.is_meta, f"{name} is offloaded; switch offloading off before you {purpose}.")
+    check(may_be_meta or not tensor.is_meta, f"{name} is offloaded; disable offloading before you {purpose}.")
 
 
 def refuse_fused(transformer: nn.Module, purpose: str) -> None:
@@ -161,7 +161,7 @@ def resized(tensors: Mapping[str, torch.Tensor], before: PatchConfig, after: Pat
         return dict(tensors)
     if isinstance(before, CausalConfig):
         raise ValueError(
-            f"blocks={after.blocks} would change what a causal patch sees; beyond='relative' has more blocks."
+            f"blocks={after.blocks} would change what a causal patch sees; use beyond='relative' for longer videos."
         )
     return {
         name: resize_mixing(x, before.blocks, after.blocks) if name.endswith(".mhla.mixing") else x

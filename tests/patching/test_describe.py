@@ -127,4 +127,4 @@ def test_a_new_patch_says_what_it_brings_at_most_and_what_it_holds(caplog):
     assert line.startswith("fast: 2.5 % of block pairs; dense in steps 1, 11, 21, 31, 41 of 50; at 480x832x81 at most ")
     gain, held = re.search(r"at most (\d+\.\d)x, (\d+) MiB for corrections with guidance", line).groups()
     assert 1 < float(gain) < 50 / 5 and int(held) > 0
-    assert line.endswith("; quality not measured: mhla tune")
+    assert line.endswith("; quality not measured, see mhla tune")

@@ -1,4 +1,4 @@
-"""When the kernels of :mod:`.branches` can run, which has the functions of :mod:`mhla_diffusers.attention.eager`.
+"""Decide whether the kernels of :mod:`.branches` can run a call.
 
 The files of kernels import Triton and register their operators, so they are imported when they are needed.
 """
@@ -74,7 +74,7 @@ def _try_import() -> str | None:
 
 
 def _import_error() -> str | None:
-    """The same, which torch.compile does not look into."""
+    """As :func:`_try_import`, but opaque to torch.compile."""
     return _try_import()
 
 

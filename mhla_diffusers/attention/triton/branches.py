@@ -121,7 +121,7 @@ class _Rows(NamedTuple):
 
     @property
     def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What is attended to one by one, with its bias if there is a mask."""
+        """Keys attended to exactly, with their bias if there is a mask."""
         return self.key, self.value, self.bias if self.bias.ndim == 2 else None
 
 

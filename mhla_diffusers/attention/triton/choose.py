@@ -1,4 +1,4 @@
-"""Which key blocks a query block attends to token by token, and how the states of all others are mixed.
+"""Choose the listed key blocks of every query block, and mix the states of all others.
 
 One program takes a whole row of logits, those of one query block. Nothing here waits for the device.
 """

@@ -1,4 +1,4 @@
-"""What the kernels of the linear branch share: tables of tokens, and feature maps with RoPE and their gradients."""
+"""Shared by the linear kernels: token tables, and feature maps with RoPE and their gradients."""
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.

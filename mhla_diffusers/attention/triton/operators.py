@@ -1,4 +1,4 @@
-"""How the kernels become operators of PyTorch, which torch.compile takes as a whole."""
+"""Register the kernels as PyTorch operators, opaque to torch.compile."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -71,7 +71,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
 
 
 def refuse_second_derivative(*_: Any) -> tuple[Any, ...]:
-    """The gradient of every backward operator: no kernel computes it."""
+    """Raise for a second derivative, which no kernel computes."""
     raise NotImplementedError(
         'The Triton kernels of MHLA have no second derivative; use backend="eager" to differentiate a gradient.'
     )

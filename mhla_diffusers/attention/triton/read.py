@@ -1,4 +1,4 @@
-"""What queries read from the mixed states of their blocks.
+"""Queries read the mixed states of their blocks.
 
 With f = φ(q), S and z the mixed KV state and normaliser state of the query's block, the output is fᵀS / fᵀz, or fᵀS to
 leave it as it is. A gradient g of the quotient o gives ∂(fᵀS) = g / fᵀz and ∂(fᵀz) =
@@ -118,7 +118,7 @@ def _launch(kernel: str, query, states, sums, angles, *settings: Any) -> tuple[T
 
 @operator(f"({_INPUTS}) -> (Tensor, Tensor)")
 def read_states(*inputs: Any):
-    """What the queries read from the mixed states of their blocks.
+    """Read the mixed states of each query's block.
 
     The query is (B, N, H, D) of any strides but the last; states (B, H, M, D, D) and normaliser states float32
     (B, H, M, D), if any, are mixed and of the blocks that its tokens may lie in; all but the query is contiguous.

@@ -25,7 +25,7 @@ EMPTY = tl.constexpr(NOTHING)
 
 @triton.jit
 def mask_of_rows(inside, HEAD_DIM: tl.constexpr):
-    """Which of (rows, channels) are inside (None: all rows are) and no padding; None where all are."""
+    """Mask of (rows, channels) that are inside (None: all rows are) and not padding; None if all are."""
     if padded(HEAD_DIM) != HEAD_DIM:
         mask = (tl.arange(0, padded(HEAD_DIM)) < HEAD_DIM)[None, :]
         return mask if inside is None else inside[:, None] & mask
@@ -71,7 +71,7 @@ def store_softmax(output, lse, first, rows, top, total, sums, HEAD_DIM: tl.const
 
 @triton.jit
 def load_upstream(output, output_gradient, lse, lse_gradient, shift, delta, first, rows, HEAD_DIM: tl.constexpr):
-    """What comes from above for rows first + rows: the output's gradient, shift and delta; writes the last two.
+    """Load the upstream gradient of rows first + rows; compute and store their shift and delta.
 
     A weight is exp2(logit * scale + shift), 0 in empty rows; the gradient of its logit is weight * (its product with
     the output's gradient - delta), where delta holds the gradient of the log-sum-exp too.

@@ -172,7 +172,7 @@ def sum_states(
     key_mask: torch.Tensor | None = None,
     sum_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Add up the states of all blocks, in as many splits as fill the card, always in the same order.
+    """Sum the states of all blocks, in as many splits as fill the GPU, deterministically.
 
     Key and value are (B, N, H, D) of any strides but the last, the key mask float32 (B, N), and ``sum_weight``, that of
     a token and head in the normaliser state, float32 (B, H, N) in the order of ``tables.members``.

@@ -1,4 +1,4 @@
-"""The table of tiles, how every kernel is cut on every card, and what else kernels need to know of a card."""
+"""The tiles of every kernel on every GPU, and other facts about GPUs."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 
 
 class Tile(NamedTuple):
-    """How a program of a kernel is cut."""
+    """Tile sizes and launch settings of a kernel."""
 
     m: int
     """Rows of queries, or tokens, that it takes at once."""

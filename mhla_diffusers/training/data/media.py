@@ -39,7 +39,7 @@ ReadClip = tuple[torch.Tensor, float]
 
 
 def find_media(folder: Path) -> list[SourceFile]:
-    """Return the videos and images of a folder with their captions, those without one with that problem.
+    """Return the videos and images of a folder with their captions, or the reason why one has none.
 
     Captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file, with one caption per line.
     Metadata has the columns ``file_name`` and ``text``, a text or in JSON a list of several. Hidden files do not count.

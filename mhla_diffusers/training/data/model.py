@@ -1,4 +1,4 @@
-"""A model as far as data depends on it, read without weights."""
+"""Facts about a model that its training data depend on, read without weights."""
 
 from collections.abc import Sequence
 from math import prod
