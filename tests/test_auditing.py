@@ -81,8 +81,8 @@ def test_mass_is_the_softmax_weight_of_the_listed_pairs():
     rule = SparseConfig(**SPARSE, density=0.2).rule_on((8, 8))
     weights = {}
 
-    def note(_, args, kwargs):
-        given = family.mhla.read(attn, family.mhla.arguments(args, kwargs), (8, 8))
+    def note(_, args):
+        given = family.mhla.read(attn, {"hidden_states": args[0]}, (8, 8))
         query, key = given.query, given.key
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
         tensors = {"query": query, "key": key, "value": given.value, "key_mask": given.key_mask}
@@ -91,7 +91,7 @@ def test_mass_is_the_softmax_weight_of_the_listed_pairs():
         members = key_block_of_tokens(call, call.sparse)[:, :, None].expand_as(logits)
         weights["kept"] = (logits.softmax(dim=-1) * of_queries.gather(-1, members)).sum(dim=-1).mean()
 
-    handle = attn.register_forward_pre_hook(note, with_kwargs=True)
+    handle = attn.register_forward_pre_hook(note)
     models.output(model, models.inputs("dit"))
     handle.remove()
     first = found.layers[0]
