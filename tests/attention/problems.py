@@ -180,11 +180,6 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp_min(1.0))
 
 
-def errors_against_reference(problem: Problem, dtype: torch.dtype, backend: str) -> dict[str, float]:
-    """See :func:`errors_of`."""
-    return errors_of(problem, dtype, partial(problem.attention, backend=backend))
-
-
 def errors_of(problem: Problem, dtype: torch.dtype, attend: Callable[..., torch.Tensor]) -> dict[str, float]:
     """Relative error of output and every gradient; the reference sees the inputs as rounded to ``dtype``."""
     rounded = replace(problem, tensors={name: x.to(dtype).float() for name, x in problem.tensors.items()})

@@ -1,8 +1,8 @@
 """What mhla_attention and sparse_attention promise beyond the contract: special cases, inputs of all kinds, bounds."""
 
 import math
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -10,23 +10,7 @@ from torch.autograd import forward_ad
 from mhla_diffusers.attention import initial_mixing, mhla_attention, sparse_attention
 
 from ..refusals import refused
-from .problems import BACKENDS, errors_against_reference, make_problem
-
-INTEGERS = {
-    "NumPy's": (np.int64(3), np.int32(4)),
-    "array": np.array([3, 4]),
-    "tensor": torch.tensor([3, 4]),
-    "of tensors": tuple(torch.tensor([3, 4])),
-    "size": torch.Size([3, 4]),
-}
-
-
-@pytest.mark.parametrize("grid", INTEGERS.values(), ids=INTEGERS)
-def test_grids_and_blocks_of_any_kind_of_integer(grid):
-    query, key, value, mixing = make_problem((3, 4), (1, 2)).tensors.values()
-    expected = mhla_attention(query, key, value, mixing, (3, 4), (1, 2))
-    assert torch.equal(mhla_attention(query, key, value, mixing, grid, (np.int64(1), 2)), expected)
-    assert torch.equal(sparse_attention(query, key, value, grid), sparse_attention(query, key, value, (3, 4)))
+from .problems import BACKENDS, errors_of, make_problem
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -45,7 +29,7 @@ def test_a_query_that_gives_weight_to_masked_keys_alone_gets_nothing(weight, dty
     assert all(x.isfinite().all() for x in found.values())
     assert not found["output"][:, seen:].any() and found["output"][:, :seen].any(dim=-1).all()
     assert not found["query"][:, seen:].any() and found["mixing"][2].abs().max() < 1e-20
-    for name, error in errors_against_reference(problem, dtype, backend).items():
+    for name, error in errors_of(problem, dtype, partial(mhla_attention, backend=backend)).items():
         assert error <= {torch.float64: 1e-12, torch.float32: 5e-6}[dtype], f"{name}: {error:.2e}"
 
 
@@ -58,7 +42,7 @@ def test_softmax_features_of_large_inputs_are_no_nan(apart):
         problem.tensors[name] *= 50
     found = problem.run(mhla_attention)
     assert all(x.isfinite().all() for x in found.values()) and found["output"].any(dim=-1).all()
-    for name, error in errors_against_reference(problem, torch.float32, "eager").items():
+    for name, error in errors_of(problem, torch.float32, partial(mhla_attention, backend="eager")).items():
         assert error <= 5e-5, f"{name}: {error:.2e}"
 
 
@@ -100,16 +84,9 @@ def test_memory_is_linear_in_tokens(dtype, blocks, causal):
 def test_bits_do_not_depend_on_whether_the_mixing_matrix_takes_gradients(normalize):
     """LoRA freezes the matrix; torch.matmul multiplies in another order where a shared one takes gradients."""
     problem = make_problem((8, 8), (4, 2), normalize=normalize, head_dim=16)
+    mixing = problem.tensors["mixing"]
     with torch.no_grad():
-        frozen, learnable = (
-            mhla_attention(
-                **problem.tensors | {"mixing": problem.tensors["mixing"].clone().requires_grad_(learns)},
-                grid=problem.grid,
-                blocks=problem.blocks,
-                **problem.options,
-            )
-            for learns in (False, True)
-        )
+        frozen, learnable = (problem.attend(mixing=mixing.clone().requires_grad_(learns)) for learns in (False, True))
     assert torch.equal(frozen, learnable)
 
 

@@ -19,7 +19,7 @@ from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.attention.sparse import BIASES, MOST_STATE_WEIGHT, fitting_rows, key_block_of_tokens
 
-from .problems import BACKENDS, attend_sparse, call_of, lists_of, make_sparse_problem
+from .problems import attend_sparse, call_of, lists_of, make_sparse_problem
 from .test_reference import check
 
 BY_BACKEND = [("eager", torch.float64), pytest.param("triton", torch.float32, marks=pytest.mark.gpu)]
@@ -103,18 +103,6 @@ def test_the_error_falls_with_the_distance_of_keys_from_their_mean(values_differ
             found.append(float((output - softmax).norm()))
     for far, order in orders.items():
         assert errors[far][0] / errors[far][1] == pytest.approx(2**order, rel=0.1)
-
-
-@pytest.mark.parametrize("far", ["second-order", "means"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_of_equal_keys_lose_nothing(backend, far):
-    """Their means are exact, so spread and states are 0."""
-    problem = make_sparse_problem((96,), 32, key_size=16, order="curve", batch=1, head_dim=16, far=far).to()
-    problem.options["pooled_bias"].zero_()
-    key = problem.tensors["key"][:, ::16].repeat_interleave(16, dim=1)
-    query, value = problem.tensors["query"], problem.tensors["value"]
-    softmax = sparse_attention(query, key, value, (96,), density=1.0)
-    torch.testing.assert_close(problem.attend(key=key, backend=backend), softmax, rtol=1e-5, atol=1e-5)
 
 
 GRID = (3, 5, 7)

@@ -435,18 +435,12 @@ class Case:
     grids: tuple[tuple[int, ...], tuple[int, ...]] = _IMAGE
     """Token grids of usual and of ragged inputs."""
     family: str = ""
-    frames: int | None = None
-    """Latent frames that are no axis of the grid."""
     change: Callable[[dict[str, Any], tuple[int, ...]], dict[str, Any]] = lambda arguments, grid: arguments
     """What differs from the arguments that the pipeline gives."""
     extra: tuple[int, int] = (0, 0)
     """Tokens before and after the grid's in the sequence that the attention works on, of the usual inputs."""
     samples: int = 2
     """Samples of a call of its pipeline that are recorded; 1 for pipelines that make no more."""
-    checkpointed: int = 2
-    """Samples of a batch under gradient checkpointing."""
-    compiles_whole: bool = True
-    """Whether the model's own forward compiles to one graph."""
     noise: float = 0.15
     """Noise of weights; where more of it would make attention a trifle, less."""
 
@@ -670,8 +664,7 @@ _TABLE = (
     Case("chronoedit", _EDIT | {"enable_temporal_reasoning": True, "num_temporal_reasoning_steps": 1}, _WAN_LAYERS,
          **_OF_WAN_SHOWN),
     Case("chronoedit_edit", _EDIT_TWO, _WAN_LAYERS, _SHOWN, ((2, 4, 6), (2, 5, 4)), "chronoedit"),
-    # diffusers drops the mask of texts of other lengths under gradient checkpointing
-    Case("chroma", _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST, checkpointed=1, change=_bool_mask),
+    Case("chroma", _image_call(32, 4.0), _TWO_STREAMS, _SINGLE, extra=_TEXT_FIRST, change=_bool_mask),
     Case("cogvideox", _GUIDED | {"guidance_scale": 6.0}, _layers(3), _COG, _VIDEO, extra=_TEXT_FIRST),
     Case("cogvideox_two_frames", _GUIDED | {"guidance_scale": 6.0, "num_frames": 29}, _layers(3),
          _COG | {"sample_width": 300, "sample_height": 300, "patch_size_t": 2, "patch_bias": False}, _VIDEO,
@@ -692,12 +685,11 @@ _TABLE = (
          family="helios", **_HELIOS),
     Case("hunyuan_dit", _image_call(128, 5.0, **_UNBINNED, negative_prompt=None, prompt="the red dog",
          max_sequence_length=None), _FOUR_BLOCKS, {"mlp_ratio": 2.0, "sample_size": 16}, noise=0.1),
-    # the forwards of this and the next but one branch on whether all image embeddings are 0
     Case("hunyuan_image", _image_call(16, None, max_sequence_length=None, prompt=_QUOTED), _TWO_STREAMS, _SINGLE,
-         compiles_whole=False, extra=(0, 4 + TEXT_TOKENS)),
+         extra=(0, 4 + TEXT_TOKENS)),
     Case("hunyuan_video", _TEMPLATED, _TWO_STREAMS, _SINGLE, _VIDEO, extra=(0, TEXT_TOKENS)),
     Case("hunyuan_video15", _CLIP | {"num_frames": 7, "height": 16, "width": 24, "negative_prompt": "ball",
-         "prompt": _QUOTED}, _JOINT, {"target_size": 16}, _VIDEO, compiles_whole=False, extra=(0, 7 + TEXT_TOKENS)),
+         "prompt": _QUOTED}, _JOINT, {"target_size": 16}, _VIDEO, extra=(0, 7 + TEXT_TOKENS)),
     Case("ideogram4", _image_call(32, 4.0, negative_prompt=None) | {"guidance_schedule": None}, _BY_LAYER,
          extra=_TEXT_FIRST),
     Case("kandinsky5", {**_KANDINSKY_TEXT, **_CLIP, "guidance_scale": 5.0}, _layers(3, _KANDINSKY[0]), grids=_VIDEO),
@@ -705,7 +697,7 @@ _TABLE = (
          _layers(3, _KANDINSKY[1]), grids=_VIDEO),
     Case("krea2", _image_call(32, 3.5), _JOINT, extra=_TEXT_FIRST),
     Case("latte", _image_call(128, 7.5, negative_prompt=None, max_sequence_length=None, clean_caption=False,
-         video_length=3), _layers(3), {"sample_size": 16, "video_length": 3}, frames=3),
+         video_length=3), _layers(3), {"sample_size": 16, "video_length": 3}),
     Case("longcat_image", _image_call(32, 4.5, max_sequence_length=None, enable_prompt_rewrite=False), _TWO_STREAMS,
          _SINGLE, extra=_TEXT_FIRST),
     Case("ltx", _SURFING, _layers(3), grids=_WHOLE),
@@ -714,9 +706,8 @@ _TABLE = (
     # as LTX-2.0: no gates, text that the transformer itself projects; and the other RoPE
     Case("ltx2_first", _SURFING | {"spatio_temporal_guidance_blocks": [1]}, _layers(3), _LTX2_FIRST, _WHOLE, "ltx2"),
     Case("mochi", _GUIDED | {"num_frames": 19, "guidance_scale": 4.5}, _layers(3), grids=_VIDEO, extra=(0, 4)),
-    # its forward reads the lengths of texts
     Case("lumina2", _image_call(128, 4.0, prompt="the red dog", system_prompt="the", max_sequence_length=8),
-         ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn")), compiles_whole=False, extra=(8, 0)),
+         ("noise_refiner.0.attn", *_layers(3, "layers.{}.attn")), extra=(8, 0)),
     # text, and as many rows of sound; the last of the three steps is where they end
     Case("minimax_h3", {**_SOUND, "num_frames": 124, "height": 64, "width": 96, "num_inference_steps": 3}, _JOINT,
          grids=((37, 2, 3), (37, 4, 2)), extra=(420, 0), samples=1),

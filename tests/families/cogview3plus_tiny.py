@@ -11,8 +11,6 @@ from ..models import seeded
 from .cases import MAKERS, Case, kl_autoencoder, parts, pipeline, t5, text
 from .cogview3plus import COGVIEW3PLUS
 
-CALL = {"height": 64, "width": 64, "num_inference_steps": 2, "max_sequence_length": 8}
-"""Arguments of the pipeline's call for a small picture: 8x8 latents, a token grid of 4x4."""
 _STEPS = {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True, "snr_shift_scale": 4.0}
 MAKERS["cogview3plus"] = pipeline(
     "CogView3PlusPipeline",
@@ -33,7 +31,8 @@ class _Added(Case):
 
 CASE = _Added(
     "cogview3plus",
-    {**CALL, "height": 128, "width": 128, "prompt": "the red dog", "output_type": "pt"},
+    {"height": 128, "width": 128, "num_inference_steps": 2, "max_sequence_length": 8, "prompt": "the red dog"}
+    | {"output_type": "pt"},
     tuple(f"transformer_blocks.{layer}.attn1" for layer in range(4)),
     {"sample_size": 16},
     extra=(8, 0),

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from PIL import Image
 from torch import nn
 
 import mhla_diffusers as mhla
 from mhla_diffusers import families
 from mhla_diffusers.families import get_family, register_family
 from mhla_diffusers.generation.pipelines import PipelineChoice
+from mhla_diffusers.training.data.cache import LatentCache
 
+from ..evaluation.pictures import mhla as command
 from ..models import assert_changed
 from ..refusals import refused
 from . import cases, cogview3plus, test_contract, test_inputs, test_pipelines
@@ -127,3 +131,33 @@ def test_a_family_is_known_once_it_is_registered_and_again() -> None:
     assert get_family(CASE.transformer()) is second
     with refused("'cogview3plus'", "CogView3PlusTransformer2DModel", "OtherModel"):
         register_family(replace(COGVIEW3PLUS, transformers=("OtherModel",)))
+
+
+def test_commands_encode_for_it_and_adapt_it(tmp_path: Path) -> None:
+    """Pictures; then attention transfer, and distillation with the loss that the model was trained with."""
+    register_family(COGVIEW3PLUS)
+
+    def run(*arguments: object) -> None:
+        ended = command(*arguments)
+        assert ended.exit_code == 0, f"{ended.output}\n{ended.exception!r}"
+
+    pictures, latents, model = tmp_path / "pictures", tmp_path / "latents", save_cogview3plus(tmp_path / "model")
+    pictures.mkdir()
+    for number in range(3):
+        Image.new("RGB", (70, 80), (50 * number, 90, 120)).save(pictures / f"{number}.png")
+        (pictures / f"{number}.txt").write_text("a cat")
+    run("encode", "--model", model, "--source", pictures, "--output", latents, "--size", "64x64", "--precision", "no")
+    assert LatentCache(latents).shapes == [(4, 8, 8)] * 3
+    config = {
+        **{"model": str(model), "data": str(latents), "output": str(tmp_path / "run")},
+        **{"patch": {"density": 0.2, "block_size": 4}, "prompt_dropout": 0.2, "steps": 1, "learning_rate": 1e-3},
+        "validation": {"samples": 1, "every": 1, "prompts": ["a cat"], "inference_steps": 2},
+        **{"trainable": "attention", "objectives": {"transfer": 1.0}},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    run("finetune", file, f"output={tmp_path / 'transfer'}")
+    begun = f"patch={tmp_path / 'transfer' / 'result'}"
+    run("finetune", file, begun, "trainable=all", "objectives={diffusion: 1.0, distillation: 1.0}")
+    assert mhla.is_patched(mhla.load_mhla(CASE.pipeline(), tmp_path / "run" / "result"))
+    assert list((tmp_path / "run" / "samples").rglob("*.png"))

@@ -44,7 +44,7 @@ def gradients(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
 def test_gradients_are_the_same_under_gradient_checkpointing(name: str) -> None:
     """And of a patch that lists all pairs those of the model's own attention."""
     case = case_of(name)
-    model, arguments = case.short().train(), case.inputs(batch=case.checkpointed)
+    model, arguments = case.short().train(), case.inputs()
     own = gradients(model, arguments)
     mhla.apply_mhla(model, **ALL_LISTED)
     if name != "ideogram4":  # whose padding has other outputs, which nothing reads
@@ -65,8 +65,7 @@ def test_a_compiled_model_gives_what_an_eager_one_gives(name: str) -> None:
     expected = output(model, arguments)
     counted = tally(model)
     torch._dynamo.reset()
-    whole = case.of_family.dispatches and case.compiles_whole
-    compiled = torch.compile(model, fullgraph=whole, backend="eager")
+    compiled = torch.compile(model, fullgraph=case.of_family.dispatches, backend="eager")
     assert torch.equal(output(compiled, arguments), expected)
     assert tally(model) == counted
 

@@ -1,6 +1,5 @@
-"""Real pipelines of every family with a sparse patch, with guidance that skips attentions, and with IP-Adapters."""
+"""Real pipelines of every family with a sparse patch, and with IP-Adapters."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -88,49 +87,6 @@ def test_other_pipelines_are_patched_and_restored(kind: str, name: str, call: di
     assert torch.equal(run(), expected)
 
 
-# Guidance by attentions that are perturbed or skipped
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "layer"),
-    [
-        ("PixArtSigmaPAGPipeline", "pixart_sigma", "transformer_blocks.1"),
-        ("HunyuanDiTPAGPipeline", "hunyuan_dit", "blocks.1"),
-        ("StableDiffusion3PAGPipeline", "sd3", "blocks.1"),
-    ],
-)
-def test_perturbed_attention_guidance(kind: str, name: str, layer: str) -> None:
-    """A sparse patch that lists all pairs gives what it replaces in all branches."""
-    case = case_of(name)
-    made = getattr(diffusers, kind)
-    taken = inspect.signature(made.__init__).parameters
-    parts = {key: part for key, part in case.pipeline().components.items() if key in taken}
-    pipe = quiet(made(**parts, pag_applied_layers=[layer]))
-    run = generates(pipe, {**case.call, "guidance_scale": 1.5}, output_type="latent")
-    own, expected = run(pag_scale=0.0), run(pag_scale=2.0)
-    assert_changed(expected, own)
-    mhla.apply_mhla(pipe, **ALL_LISTED)
-    assert torch.equal(run(pag_scale=2.0), expected)
-    mhla.change_mhla(pipe, **SPARSE, dense_first=0, dense_last=0)
-    patched = run(pag_scale=2.0)
-    assert not torch.equal(patched, expected) and not torch.equal(run(pag_scale=0.0), patched)
-    mhla.remove_mhla(pipe)
-    assert torch.equal(run(pag_scale=0.0), own)
-
-
-def test_skip_layer_guidance_of_sd3() -> None:
-    case = case_of("sd3")
-    pipe = case.pipeline()
-    run = generates(pipe, {**case.call, "skip_guidance_layers": [1], "skip_layer_guidance_stop": 1.0})
-    expected = run()
-    mhla.apply_mhla(pipe, **ALL_LISTED)
-    assert torch.equal(run(), expected)
-    mhla.change_mhla(pipe, **FIRST_DENSE)
-    assert not torch.equal(run(), expected)
-    # the first step skips nothing; the second has another forward, with two of its three layers
-    assert tally(pipe) == (5, {"dense steps": 3})
-
-
 # IP-Adapters, whose processors have weights and let attentions look at a picture
 
 
@@ -138,22 +94,23 @@ _FEATURES = 8
 """Channels of the embedding of a picture."""
 
 
-def random_tensors(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {name.replace("__", "."): torch.randn(*shape, generator=generator) / 4 for name, shape in shapes.items()}
-
-
 def load_into_flux(pipe: Any) -> None:
     """An adapter with four tokens for a picture, of the two blocks of two streams."""
-    text, width = pipe.transformer.config.joint_attention_dim, pipe.transformer.inner_dim
-    projection = random_tensors(
-        proj__weight=(4 * text, _FEATURES), proj__bias=(4 * text,), norm__weight=(text,), norm__bias=(text,)
+    text, width, generator = pipe.transformer.config.joint_attention_dim, pipe.transformer.inner_dim, torch.Generator()
+
+    def drawn(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        generator.manual_seed(0)
+        return {name.replace("__", "."): torch.randn(*shape, generator=generator) / 4 for name, shape in shapes.items()}
+
+    tokens = {"proj__weight": (4 * text, _FEATURES), "proj__bias": (4 * text,)}
+    layer = drawn(
+        to_k_ip__weight=(width, text), to_k_ip__bias=(width,), to_v_ip__weight=(width, text), to_v_ip__bias=(width,)
     )
-    shapes = {f"{side}__{kind}": (width, text)[: 1 + (kind == "weight")] for side in ("to_k_ip", "to_v_ip")
-              for kind in ("weight", "bias")}  # fmt: skip
-    layers = {f"{index}.{key}": x for index in (0, 1) for key, x in random_tensors(**shapes).items()}
-    none = {"weight_name": "", "image_encoder_pretrained_model_name_or_path": None}
-    pipe.load_ip_adapter({"image_proj": projection, "ip_adapter": layers}, **none)
+    adapter = {
+        "image_proj": drawn(**tokens, norm__weight=(text,), norm__bias=(text,)),
+        "ip_adapter": {f"{index}.{key}": x for index in (0, 1) for key, x in layer.items()},
+    }
+    pipe.load_ip_adapter(adapter, weight_name="", image_encoder_pretrained_model_name_or_path=None)
 
 
 _SEEN = torch.randn(1, 1, _FEATURES, generator=torch.Generator().manual_seed(1))
@@ -163,18 +120,18 @@ LOOKING = {"ip_adapter_image_embeds": [_SEEN], "negative_ip_adapter_image_embeds
 @pytest.mark.parametrize("first", ["adapter", "patch"])
 def test_an_ip_adapter_goes_on_looking(first: str) -> None:
     """The adapter's own processor runs, and the call of the image's tokens among them is answered."""
-    case, load, seen = case_of("flux"), load_into_flux, LOOKING
+    case = case_of("flux")
     own = case.pipeline()
-    load(own)
-    expected = generates(own, {**case.call, **seen})()
+    load_into_flux(own)
+    expected = generates(own, {**case.call, **LOOKING})()
     assert_changed(expected, generates(case.pipeline(), case.call)())
     pipe = case.pipeline()
     if first == "adapter":
-        load(pipe)
+        load_into_flux(pipe)
     mhla.apply_mhla(pipe, **ALL_LISTED)
     if first == "patch":
-        load(pipe)
-    run = generates(pipe, {**case.call, **seen})
+        load_into_flux(pipe)
+    run = generates(pipe, {**case.call, **LOOKING})
     assert torch.equal(run(), expected)
     mhla.change_mhla(pipe, **FIRST_DENSE)
     assert not torch.equal(run(), expected) and tally(pipe)[0] > 0

@@ -14,12 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.attention import BlockLists
 from mhla_diffusers.attention.triton import backend
 from mhla_diffusers.families import AttentionInputs
 from mhla_diffusers.patching.layer import MHLALayer
 
-from ..problems import KINDS, attend_sparse, problem_of
+from ..problems import KINDS, problem_of
 from .meta import Operators, nothing_launched
 
 MADE_FROM_PYTHON = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.Tensor.new_tensor)
@@ -91,36 +90,6 @@ def test_nothing_in_a_layer_waits():
         layer = MHLALayer(config, 2, 8, 16)
         query, hidden_states = torch.empty(1, math.prod(grid), 2, 8), torch.empty(1, math.prod(grid), 16)
     twice(lambda: layer(AttentionInputs(query, query, query, hidden_states, grid), backend="triton"))
-
-
-def captured(**sparse):
-    """The nodes of torch.compile's graph of a call of Wan's size at 480p."""
-    graphs = []
-
-    def collect(graph, _):
-        graphs.append(graph)
-        return graph
-
-    row, heads = torch.empty(1, 31500, 12, 128, device="meta", dtype=torch.bfloat16), torch.empty(12, device="meta")
-    compiled = torch.compile(attend_sparse, fullgraph=True, backend=collect)
-    with torch.no_grad():
-        given = {"pooled_bias": heads, "state_weight": heads} if "lists" in sparse else {}
-        inputs = dict.fromkeys(("query", "key", "value"), row)
-        compiled("triton", **inputs, grid=(21, 30, 50), **sparse, **given)
-    torch.compiler.reset()
-    (graph,) = graphs
-    return [node for node in graph.graph.nodes if node.op.startswith("call")]
-
-
-def test_a_compiler_meets_no_tables_of_the_layout():
-    """It would compile their making for the CPU, which takes longer than all the rest."""
-    torch._dynamo.reset()  # after other blocks in this process, their counts would be symbols
-    keys = torch.empty(1, 12, 493, 25, dtype=torch.int64, device="meta")
-    given, by_content = captured(lists=BlockLists(64, keys, 493)), captured(density=0.05, block_size=64)
-    for nodes in (given, by_content):
-        values = [x for node in nodes for x in tree_leaves(node.meta["example_value"])]
-        assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"meta"}
-    assert len(by_content) <= len(given)
 
 
 def twice(run):
