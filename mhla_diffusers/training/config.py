@@ -19,8 +19,9 @@ LoRA with MHLA's own parameters in full."""
 LoraLayers = Literal["attention", "blocks"]
 """Where LoRA is: on the projections of the patched self-attentions, or on every linear layer of the blocks."""
 
-OptimizerName = Literal["adamw", "adamw8bit", "adafactor"]
-"""AdamW and Adafactor of PyTorch, and torchao's AdamW with moments in 8 bits."""
+OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "schedule-free"]
+"""AdamW and Adafactor of PyTorch, torchao's AdamW with moments in 8 bits, and schedulefree's AdamW, which averages the
+weights in place of a falling learning rate."""
 
 BaseType = Literal["int8", "nf4"]
 """Type of frozen weights: torchao's, with one scale per output channel, or bitsandbytes' of 4 bits."""
@@ -91,8 +92,9 @@ class TrainingConfig(Settings):
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
     patch: _Text | AnyPatch | None = None
     """Name or YAML file of a patch, or settings; or a saved patch to begin with, such as another run's result."""
-    data: _Text | None = None
-    """Folder of latents, of ``mhla encode`` or ``mhla synthesize``; None if the caller passes the data."""
+    data: _Text | Annotated[dict[_Text, Positive], Field(min_length=1)] | None = None
+    """Folder of latents, of ``mhla encode`` or ``mhla synthesize``, or folders with their shares of the samples drawn;
+    None if the caller passes the data."""
     seed: Count = 0
     mixing_learning_rate: Positive | None = None
     """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
@@ -149,6 +151,11 @@ class TrainingConfig(Settings):
             self.base_dtype is None or (kind in ("mhla", "lora") and self.gradient_checkpointing),
             f"base_dtype={self.base_dtype!r} needs frozen weights and gradient checkpointing; set trainable: lora or "
             "mhla, and gradient_checkpointing: true.",
+        )
+        check(
+            self.optimizer != "schedule-free" or (self.ema_decay is None and self.scheduler == "constant"),
+            f"optimizer='schedule-free' averages the weights itself, at a constant rate; remove ema_decay="
+            f"{self.ema_decay} and scheduler={self.scheduler!r}.",
         )
 
     @property

@@ -16,7 +16,7 @@ from ..files import folder_for_results, read_json, write_whole_folder
 from ..generation.pipelines import family_of, load_pipeline, pipeline_file, pipeline_source, usual_clip
 from ..patching import apply_mhla
 from .config import TrainingConfig
-from .data.cache import LatentCache, check_made_with
+from .data.cache import LatentCache, LatentMixture, check_made_with
 from .data.model import DataModel
 from .recipe import Recipe, TrainingResult, check_fits, check_start, content_of_run
 from .run_folder import AVERAGE, WEIGHTS, find_changes, find_checkpoint, read_state
@@ -69,7 +69,8 @@ class NamedRun:
     def __init__(self, config: TrainingConfig) -> None:
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
-        self.config, self.model, self.data = config, pipeline_source(config.model), Path(config.data)
+        self.config, self.model = config, pipeline_source(config.model)
+        self.shares = {config.data: 1.0} if isinstance(config.data, str) else config.data
         self.family = trained_family(family_of(self.model, config.component).name)
         self._dtype = PRECISIONS[config.precision]
 
@@ -87,13 +88,15 @@ class NamedRun:
                 return begin_with(Path(patch), model)
             return model if patch is None else apply_mhla(model, patch)
 
-    def open_data(self) -> LatentCache:
-        """Open the latents; ValueError for another model's."""
-        cache = LatentCache(self.data)
-        check_made_with(self.data, cache.header, DataModel(self.model).header({}))
-        return cache
+    def open_data(self) -> LatentMixture:
+        """Open the folders of latents, in one order however they are listed; ValueError for another model's."""
+        shares = {LatentCache(folder): share for folder, share in sorted(self.shares.items())}
+        made_with = DataModel(self.model).header({})
+        for cache in shares:
+            check_made_with(cache.folder, cache.header, made_with)
+        return LatentMixture(shares)
 
-    def sampler(self, data: LatentCache) -> Sampler:
+    def sampler(self, data: LatentMixture) -> Sampler:
         """Return the function that generates validation samples, at the most common size of the longest clips."""
         from accelerate import PartialState
 
@@ -101,7 +104,8 @@ class NamedRun:
         device = str(PartialState(cpu=launched_on_cpus()).device)  # which the training's accelerator reuses
         # the one in training takes the place of its transformer
         pipe = load_pipeline(self.model, self.family.name, device, self._dtype, [component])
-        buckets = Counter(clip.bucket for clip in data.clips)
-        frames, height, width = max(buckets, key=lambda bucket: (bucket[0], buckets[bucket]))
-        clip = Clip(frames, data.header.get("fps", usual_clip(self.model, self.family).fps), ((height, width),))
+        usual = usual_clip(self.model, self.family).fps
+        clips = Counter((clip.bucket, one.header.get("fps", usual)) for one in data.caches for clip in one.clips)
+        (frames, height, width), fps = max(clips, key=lambda clip: (clip[0][0], clips[clip]))
+        clip = Clip(frames, fps, ((height, width),))
         return prompt_sampler(pipe, validation.prompts, clip, validation.inference_steps, component)

@@ -25,7 +25,7 @@ from ..errors import check
 from ..families import NoisedBatch, predict, trained_family
 from ..files import fingerprint, folder_for_results, write_tensors, write_whole_folder
 from ..generation.pipelines import pipeline_source
-from ..patching import find_patched
+from ..patching import find_patched, mhla_layers
 from ..patching.weights import LORA
 from ..reporting import progress, scaled
 from .config import TrainingConfig
@@ -56,7 +56,7 @@ from .weights import (
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = {
-    **{"adamw8bit": "torchao", "int8": "torchao", "nf4": "bitsandbytes"},
+    **{"adamw8bit": "torchao", "int8": "torchao", "nf4": "bitsandbytes", "schedule-free": "schedulefree"},
     **{"tensorboard": "tensorboard", "wandb": "wandb"},
 }
 """Setting → library that it needs, beyond those of the package."""
@@ -223,6 +223,8 @@ class Recipe:
         self.transformer = transformer.to(self.device)
         self.family = trained_family(transformer)
         self.trained = prepare_for_training(transformer, config)
+        for parameter in self.trained.values():  # kernels round otherwise where memory is not aligned, as in a file
+            parameter.data = parameter.data.clone()
         self.original = Original(transformer, self.trained if config.needs_teacher else ())
 
         # data: batches and their noise follow from the seed and the step
@@ -240,6 +242,7 @@ class Recipe:
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.model = accelerator.prepare_model(transformer)
         self.average = EMAModel(self.trained.values(), decay=config.ema_decay) if config.ema_decay else None
+        self.has_average = self.average is not None or config.optimizer == "schedule-free"
 
         # a checkpoint holds what is trained in place of the whole model
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
@@ -264,13 +267,14 @@ class Recipe:
             num_training_steps=config.steps,
             last_epoch=self.step - 1,
         )
+        self.optimizer.train()
 
     def _resume(self, checkpoint: Path) -> None:
-        """Load weights, average and optimizer."""
+        """Load weights, average and optimizer; schedule-free AdamW's average follows from the other two."""
         state = read_state(checkpoint, with_files=True)
         changes = find_changes(checkpoint, state, {**self.config.to_dict(), **self.identity})
         self.step, self.skipped = state["step"], state["skipped in a row"]
-        # copies, since kernels round otherwise where memory is not aligned, as in the file
+        # copies, as at the beginning
         saved = {name: x.to(self.device, copy=True) for name, x in load_file(checkpoint / WEIGHTS).items()}
         for name, parameter in self.trained.items():
             parameter.data = saved[name]
@@ -395,16 +399,23 @@ class Recipe:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context in which the model has its averaged weights, if there are any."""
-        if self.average is None:
+        """Context in which the model has its averaged weights, if there are any, also those of schedule-free AdamW."""
+        if not self.has_average:
             yield
             return
-        self.average.store(self.trained.values())
-        self.average.copy_to(self.trained.values())
+        kept = [parameter.detach().to("cpu", copy=True) for parameter in self.trained.values()]
+        if self.average is not None:
+            self.average.copy_to(self.trained.values())
+        else:
+            self.optimizer.eval()
+            for layer in mhla_layers(self.transformer).values():
+                layer.clip_mixing_()  # the average is extrapolated
         try:
             yield
         finally:
-            self.average.restore(self.trained.values())
+            self.optimizer.train()
+            for parameter, value in zip(self.trained.values(), kept, strict=True):
+                parameter.data.copy_(value)  # bit for bit, unlike train()
 
     def validate(self) -> float:
         """Measure and return the loss on held-out samples, 0 for none, and generate samples if the settings ask."""
@@ -454,9 +465,9 @@ class Recipe:
         def write(aside: Path) -> None:
             self.accelerator.save_state(str(aside))
             tensors: dict[str, torch.Tensor] = dict(self.trained)
-            if self.average is not None:
-                names = (f"{AVERAGE}{name}" for name in self.trained)
-                tensors |= zip(names, self.average.shadow_params, strict=True)
+            if self.has_average:
+                with self.averaged():
+                    tensors |= {f"{AVERAGE}{name}": x.detach().to("cpu", copy=True) for name, x in self.trained.items()}
             write_tensors({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, aside / WEIGHTS)
 
         if self.is_first:

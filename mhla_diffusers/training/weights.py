@@ -86,6 +86,10 @@ def make_optimizer(model: nn.Module, trained: dict[str, nn.Parameter], config: T
         from torchao import optim
 
         make = optim.AdamW8bit
+    elif config.optimizer == "schedule-free":
+        from schedulefree import AdamWScheduleFree
+
+        make = AdamWScheduleFree
     mixing = [parameter for name, parameter in trained.items() if name.endswith(_MIXING)]
     others = [parameter for name, parameter in trained.items() if not name.endswith(_MIXING)]
     rate = config.learning_rate

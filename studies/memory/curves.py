@@ -24,6 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "adamw8bit": {"optimizer": "adamw8bit"},
     "adafactor": {"optimizer": "adafactor"},
     "adafactor, rate 1e-2": {"learning_rate": 1e-2, "optimizer": "adafactor"},
+    "schedule-free": {"optimizer": "schedule-free"},
     "lora float32": _LORA,
     "lora int8": {**_LORA, "base_dtype": "int8"},
 }

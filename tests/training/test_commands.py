@@ -76,7 +76,7 @@ def _cli(*arguments: object) -> str:
     "changes",
     [
         ("trainable=all", "ema_decay=0.9"),
-        ("trainable=lora", "lora_rank=2", "learning_rate=1e-2", "ema_decay=0.9"),
+        ("trainable=lora", "lora_rank=2", "learning_rate=1e-2", "optimizer=schedule-free"),
         ("trainable=attention", "objectives={diffusion: 1}", "patch=null"),
     ],
     ids=["all", "lora", "unpatched"],
@@ -139,6 +139,27 @@ def test_a_run_is_not_resumed_with_other_latents_patch_or_weights(
         finetune(config, resume="latest")
 
 
+def test_a_run_on_shares_of_folders_resumes(tmp_path: Path, model: str, latents: Path, config_file: Path) -> None:
+    """However they are listed; another share or folder is refused."""
+    other = _synthesize(model, tmp_path, "a red cube\n\na blue cube moves\n")
+
+    def run(name: str, *changes: str, resume: str | None = None) -> dict[str, bytes]:
+        config = TrainingConfig.from_yaml(config_file, [f"output={tmp_path / name}", "checkpoint_every=1", *changes])
+        assert finetune(config, resume).finished
+        return _files(tmp_path / name / "result")
+
+    both, turned = f"data={{{latents}: 3, {other}: 1}}", f"data={{{other}: 1, {latents}: 3}}"
+    alone = run("alone", both)
+    run("run", both, "steps=2")
+    assert run("run", turned, resume="latest") == alone != run("one", f"data={latents}")
+    with refused(f"data.{latents}=1.0, which was 3.0"):
+        run("run", both.replace(": 3,", ": 1,"), "steps=6", resume="latest")
+    shutil.rmtree(other)
+    _synthesize(model, tmp_path, "a red cube\n\na green cube moves\n")
+    with refused(f"the content of data.{other}"):
+        run("run", both, "steps=6", resume="latest")
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configs_are_valid_and_open_with_commands_for_their_model_and_data(path: Path) -> None:
     """tests/docs parses the commands."""
@@ -165,7 +186,7 @@ FINETUNE = ("finetune", "run.yaml")
         ((*FINETUNE, "component=vae"), ValueError, "AutoencoderKLWan"),
         ((*FINETUNE, "component=transformer_2"), ValueError, "'transformer_2'"),
         ((*FINETUNE, "data=two", "patch.blocks=[9,2,2]"), ValueError, "9 blocks"),
-        ((*FINETUNE, "data=another"), ValueError, r"vae='AutoencoderKLWan \(configuration 0\)'"),
+        ((*FINETUNE, "data={two: 1, another: 2}"), ValueError, r"another .*vae='AutoencoderKLWan \(configuration 0\)'"),
         ((*FINETUNE, "data=two", "output=file"), OSError, "file"),
         (("synthesize", "--model", "empty", "--prompts", "bad.txt", "--output", "x"), ValueError, "'horse'"),
         (("encode", "--model", "empty", "--source", "images", "--output", "x"), ValueError, "'horse'"),

@@ -58,6 +58,7 @@ def _files(result: Path) -> list[bytes]:
         ({"objectives": {"transfer": 1.0}}, "torch", None),
         ({"optimizer": "adamw8bit"}, "torchao", 0.01),
         ({"optimizer": "adafactor"}, "torch", 0.1),
+        ({"optimizer": "schedule-free", "ema_decay": None}, "schedulefree", 0.1),
         ({**FROZEN, "base_dtype": "int8"}, "torchao", 0.01),
         ({**FROZEN, "base_dtype": "nf4"}, "bitsandbytes", 0.1),
     ],

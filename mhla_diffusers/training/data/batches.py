@@ -27,6 +27,8 @@ class TrainingData(Protocol):
     """Conditioning of the empty prompt, for prompt dropout; None where there is none."""
     shapes: Sequence[tuple[int, ...]]
     """Shape of the latents of every sample; a batch has samples of one shape only."""
+    weights: Sequence[float] | None
+    """How often an epoch has every sample, at least 1: with 2.25 twice, or by chance thrice; None for once each."""
 
     def __len__(self) -> int: ...
 
@@ -39,6 +41,7 @@ class InMemoryData:
     def __init__(self, samples: Sequence[Sample], empty: Sample | None = None) -> None:
         self._samples, self.empty = samples, empty
         self.shapes: Sequence[tuple[int, ...]] = [tuple(sample["latents"].shape) for sample in samples]
+        self.weights: Sequence[float] | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -47,24 +50,27 @@ class InMemoryData:
         return self._samples[index]
 
 
-def batches_from(step: int, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> Iterator[list[int]]:
+def batches_from(
+    step: int, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int, weights: Sequence[float] | None = None
+) -> Iterator[list[int]]:
     """Yield the indices of the samples of a step and of those after it, without end; they depend on seed and step.
 
-    In every epoch the samples of each shape are shuffled and split into batches, the last one filled up from the front;
-    then the batches of all shapes are shuffled. ``batch_size`` counts all processes and accumulated forwards.
+    In every epoch all samples are shuffled into batches of one shape each, which are shuffled too; what is left over
+    begins the next epoch's. ``batch_size`` counts all processes and accumulated forwards.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, shape in enumerate(shapes):
-        groups.setdefault(shape, []).append(index)
-    first, position = divmod(step, sum(-(-len(group) // batch_size) for group in groups.values()))
-    for epoch in count(first):
+    average = torch.ones(len(shapes)) if weights is None else torch.tensor(weights, dtype=torch.float64)
+    begun: dict[tuple[int, ...], list[int]] = {}
+    for epoch in count():
+        chance = torch.rand(len(shapes), generator=generator_for(seed, "weights", epoch), dtype=torch.float64)
+        drawn = torch.arange(len(shapes)).repeat_interleave((average + chance).int())
         generator, batches = generator_for(seed, "order", epoch), []
-        for group in groups.values():
-            order = [group[place] for place in torch.randperm(len(group), generator=generator).tolist()]
-            for start in range(0, len(order), batch_size):
-                batches.append([order[(start + offset) % len(order)] for offset in range(batch_size)])
+        for index in drawn[torch.randperm(len(drawn), generator=generator)].tolist():
+            begun.setdefault(shapes[index], []).append(index)
+            if len(begun[shapes[index]]) == batch_size:
+                batches.append(begun.pop(shapes[index]))
         shuffled = torch.randperm(len(batches), generator=generator).tolist()
-        yield from (batches[place] for place in shuffled[position if epoch == first else 0 :])
+        yield from (batches[place] for place in shuffled[step:])
+        step = max(0, step - len(batches))
 
 
 class NoisedBatches:
@@ -93,11 +99,12 @@ class NoisedBatches:
     def from_step(self, step: int) -> Iterator[NoisedBatch]:
         """Yield the batches of all forwards after some updates, without end; ValueError or OSError for damaged data."""
         config, size, shapes = self.config, self.config.batch_size, self._data.shapes[: self.training_samples]
+        weights = None if self._data.weights is None else self._data.weights[: self.training_samples]
         needed = size * config.gradient_accumulation * self.processes
 
         def indices() -> Iterator[list[tuple[int, int]]]:
             # forward a starts at (a · processes + rank) · size of the update's samples
-            for at, chosen in enumerate(batches_from(step, shapes, needed, config.seed), start=step):
+            for at, chosen in enumerate(batches_from(step, shapes, needed, config.seed, weights), start=step):
                 for start in range(self.rank * size, needed, size * self.processes):
                     places = range(start, start + size)
                     draws = [generator_for(config.seed, "caption", at, place).initial_seed() for place in places]

@@ -121,6 +121,7 @@ class LatentCache:
         if missing := [clip.file for clip in self.clips if clip.file not in there]:
             raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {_remedy(self.folder)}")
         self.shapes: Sequence[tuple[int, ...]] = [clip.shape for clip in self.clips]
+        self.weights: Sequence[float] | None = None
         self.empty: Sample | None = self._read(_EMPTY, self.header["empty"])
 
     def __len__(self) -> int:
@@ -138,6 +139,32 @@ class LatentCache:
             f"{_remedy(self.folder)}",
         )
         return load(content)
+
+
+class LatentMixture:
+    """Caches, each with its share of the samples drawn, as training data.
+
+    The last samples, which a run holds out, are of all caches in proportion to their numbers of clips.
+    """
+
+    def __init__(self, shares: Mapping[LatentCache, float]) -> None:
+        self.caches = list(shares)
+        self.empty = self.caches[0].empty
+        self.content = {str(cache.folder): cache.content for cache in self.caches}
+        clips = [(cache, index) for cache in self.caches for index in range(len(cache))]
+        self._clips = sorted(clips, key=lambda clip: (clip[1] + 0.5) / len(clip[0]))
+        self.shapes: Sequence[tuple[int, ...]] = [cache.shapes[index] for cache, index in self._clips]
+        weights = {cache: share / len(cache) for cache, share in shares.items()}
+        least = min(weights.values())
+        self.weights: Sequence[float] | None = [weights[cache] / least for cache, _ in self._clips]
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: int) -> Sample:
+        """One clip's tensors; ValueError if its file is damaged."""
+        cache, place = self._clips[index]
+        return cache[place]
 
 
 class CacheWriter:

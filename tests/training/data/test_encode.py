@@ -13,8 +13,8 @@ from diffusers import LTXImageToVideoPipeline, WanImageToVideoPipeline
 
 from mhla_diffusers.families import get_family
 from mhla_diffusers.training import train
-from mhla_diffusers.training.data.batches import NoisedBatches
-from mhla_diffusers.training.data.cache import CacheWriter, LatentCache, SourceFile, read_index
+from mhla_diffusers.training.data.batches import NoisedBatches, batches_from
+from mhla_diffusers.training.data.cache import CacheWriter, LatentCache, LatentMixture, SourceFile, read_index
 from mhla_diffusers.training.data.clips import Clips
 from mhla_diffusers.training.data.encode import encode_files, synthesize
 from mhla_diffusers.training.data.media import find_media, read_clips
@@ -173,7 +173,7 @@ def test_cache_of_another_model_or_clip_is_refused(wan: Saved, videos: Path, tmp
     _, other = _saved(wan_pipeline(latent_channels=8), tmp_path / "model")
     copied = shutil.copytree(wan[1].name, tmp_path / "copied")
 
-    def data_for(name: object) -> LatentCache:
+    def data_for(name: object) -> LatentMixture:
         return NamedRun(settings(tmp_path, model=str(name), data=str(tmp_path / "cache"))).open_data()
 
     assert len(data_for(copied)) == 3
@@ -230,6 +230,26 @@ def test_text_and_image_to_video_of_one_transformer_are_told_apart(tmp_path: Pat
     assert [name for name in one if one[name] != other[name]] == ["begins_with_picture"]
     with refused("frames=1"):
         image.clips(frames=[1])
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (2, 3)])
+def test_shares_hold_whatever_the_folders_hold(shares: tuple[float, float], tmp_path: Path) -> None:
+    """In one epoch within the noise of drawing; no clip is left out, and those held out are of all folders."""
+    caches = []
+    for value, counts in enumerate(((60, 30, 20, 10), (10, 30))):  # by number of frames
+        writer = CacheWriter(tmp_path / str(value), {"family": "wan"}, [], {"labels": torch.zeros(1)})
+        for frames, number in enumerate(counts, start=1):
+            sample = {"latents": torch.full((1, frames, 1, 1), float(value))}
+            clips = tuple(writer.write(sample, (frames, 16, 16)) for _ in range(number))
+            writer.add(SourceFile(str(frames), clips=clips))
+        caches.append(LatentCache(writer.folder))
+    data = LatentMixture(dict(zip(caches, shares, strict=True)))
+    is_second = [bool(data[index]["latents"].any()) for index in range(len(data))]
+    assert sum(is_second) == 40 and sum(is_second[-8:]) == 2
+    epoch = islice(batches_from(0, data.shapes, 2, 0, data.weights), int(sum(data.weights or ()) / 2))
+    drawn = [index for batch in epoch for index in batch]
+    assert sum(is_second[index] for index in drawn) / len(drawn) == pytest.approx(shares[1] / sum(shares), abs=0.02)
+    assert len({*drawn}) >= len(data) - 4  # a batch begun of every shape
 
 
 def _written(folder: Path, count: int, lost: int = 0) -> None:
