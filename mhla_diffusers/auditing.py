@@ -271,14 +271,9 @@ def _measure_moves(patched: Patched, calls: Sequence[TransformerCall]) -> tuple[
     return moves, change()
 
 
-def write_audit(audit: Audit, folder: Path) -> list[Path]:
-    """Write ``audit.json`` and ``audit.png``, and return the files."""
+def write_audit(audit: Audit, folder: Path) -> None:
+    """Write ``audit.json``, and as ``audit.png`` heat maps of the relative error: grey did not run."""
     write_json(audit.to_dict(), folder / "audit.json")
-    return [folder / "audit.json", draw_audit(audit, folder / "audit.png")]
-
-
-def draw_audit(audit: Audit, file: Path) -> Path:
-    """Draw heat maps of the relative error to ``file``: layers by steps, layers by heads; grey did not run."""
     plt = require_matplotlib()
     names = [layer.name for layer in audit.layers]
     maps = {
@@ -298,6 +293,5 @@ def draw_audit(audit: Audit, file: Path) -> Path:
     rows = range(0, len(names), math.ceil(len(names) / 40))
     axes[0].set_yticks(rows, [names[row] for row in rows], fontsize=7)
     figure.colorbar(image, ax=axes, label="relative error", format=lambda x, _: f"{x:.0%}")
-    figure.savefig(file, dpi=110)
+    figure.savefig(folder / "audit.png", dpi=110)
     plt.close(figure)
-    return file

@@ -91,12 +91,10 @@ def info(
     if model is None and any(value is not None for value in given.values()):
         names = ", ".join(f"--{name.replace('_', '-')} {x}" for name, x in given.items() if x is not None)
         raise ValueError(f"{names} needs --model, such as --model wan2.1-1.3b.")
-    if as_report and (model is not None or patch is not None):
-        raise ValueError("--report cannot be combined with --model or --patch.")
-    if model is not None:
-        print_model(model, size, frames, patch, changes, steps or 50)
-    elif as_report:
+    if as_report:
         typer.echo(report())
+    elif model is not None:
+        print_model(model, size, frames, patch, changes, steps or 50)
     elif patch is None:
         print_info()
     else:
@@ -155,8 +153,8 @@ def audit(
         pipe = choice.load([prompt])
         found = audit_model(pipe, lambda: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)]))
         typer.echo(str(found))
-        for file in write_audit(found, output):
-            typer.echo(f"Wrote {file}")
+        write_audit(found, output)
+        typer.echo(f"Wrote {output / 'audit.json'} and {output / 'audit.png'}")
 
 
 app.command("generate")(generate_command)

@@ -99,15 +99,6 @@ def test_what_no_candidate_reaches_ends_with_the_best(tmp_path, pipe):
     assert "No candidate reaches 1000x; the best: " in result.stdout and "best.yaml" in result.stdout
 
 
-def test_a_step_cache_is_tried_alone_and_beside_the_best(tmp_path, pipe):
-    before = call(pipe)(PROMPTS[0])
-    tuned = tune(pipe, call(pipe), PROMPTS[:1], tmp_path, psnr=5, steps=STEPS, cache=True)
-    cached = [trial.candidate for trial in tuned.trials if trial.candidate.cache is not None]
-    assert {one.config is None for one in cached} == {True, False}
-    assert not any(trial.failed for trial in tuned.trials)
-    assert (call(pipe)(PROMPTS[0]) == before).all(), "neither patch nor cache stays"
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, pipe):
     """The folder of a run that was interrupted."""

@@ -83,12 +83,16 @@ def bench_pipeline(
     repetitions: Annotated[int, typer.Option(min=1, help="Timed calls of each, after a warm-up call.")] = 3,
 ) -> None:
     """Time a whole call of a pipeline, unpatched and patched, with PSNR and SSIM of the samples."""
+    from ..generation.pipelines import PipelineChoice, family_of
     from .measure import Results
-    from .pipeline import benchmark_pipeline, choose_pipeline
+    from .pipeline import benchmark_pipeline
 
     device, dtype = options["device"], options["dtype"]
     kind = str(dtype).removeprefix("torch.")
-    choice = choose_pipeline(model, device=str(device), dtype=kind, settings=options["settings"])
+    choice = PipelineChoice(
+        family_of(model).name, model=model, device=str(device), dtype=kind, settings=options["settings"]
+    )
+    choice.check()
     results = Results("pipeline", device, dtype, options["output"])
     prompts = [] if prompt_file is None else [prompt for prompt, _ in read_prompts(prompt_file)]
     benchmark_pipeline(choice, patch or (), results, prompts, options["patch_settings"], repetitions)

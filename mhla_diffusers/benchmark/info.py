@@ -9,14 +9,7 @@ import torch
 import typer
 
 from ..attention import BACKENDS, feature_map_names
-from ..config import (
-    LinearConfig,
-    PatchConfig,
-    SparseConfig,
-    adapted_patches,
-    load_patch,
-    patch_names,
-)
+from ..config import LinearConfig, PatchConfig, SparseConfig, adapted_patches, load_patch, patch_names
 from ..families import families
 from ..generation.pipelines import has_weights
 from ..patching import read_record
@@ -87,7 +80,7 @@ def print_model(
     """
     cases = choose_cases([name], size and [size], None if frames is None else [frames])
     case, family = cases[0], cases[0].family
-    of_family, config = (family.name, family.default_config) if patch is None else _first_config(patch)
+    _, of_family, config = (None, family.name, family.default_config) if patch is None else _read_patch(patch)
     if of_family not in ("", family.name):
         raise ValueError(f"The patch is for the {of_family!r} family, but {name} belongs to {family.name!r}.")
     config = config.replace(**changes)
@@ -116,24 +109,22 @@ def print_model(
         _print_table("\nUpper bound on the speedup of a forward, by size", header, lines, right=True)
 
 
-def _first_config(patch: str) -> tuple[str, PatchConfig]:
+def _read_patch(patch: str) -> tuple[Any, str, PatchConfig]:
+    """Read a preset or the record of a saved patch; return it with the family and settings of its first transformer."""
     if not has_weights(patch):
-        ready = load_patch(patch)
-        return ready.family, ready.patch
-    part = next(iter(read_record(adapted_patches().get(patch) or Path(patch)).transformers.values()))
-    return part.family, PatchConfig.read(part.patch)
+        preset = load_patch(patch)
+        return preset, preset.family, preset.patch
+    record = read_record(adapted_patches().get(patch) or Path(patch))
+    part = next(iter(record.transformers.values()))
+    return record, part.family, PatchConfig.read(part.patch)
 
 
 def print_any_patch(patch: str) -> None:
     """Print a preset by its name or YAML path, or a saved patch by its name or folder."""
-    _, config = _first_config(patch)
-    if not has_weights(patch):
-        preset = load_patch(patch)
-        _say(f"{patch} runs {summary_of(config)}\n")
-        return _print_table(preset.description, ["setting", "value"], _rows(preset.to_dict()))
-    _say(f"{patch} is a saved patch with weights, for load_mhla(): {config.attention}\n")
-    record = read_record(adapted_patches().get(patch) or Path(patch))
-    _print_table("Saved patch", ["record", "value"], _rows(record.to_dict()))
+    content, _, config = _read_patch(patch)
+    said = "is a saved patch with weights, for load_mhla():" if has_weights(patch) else "runs"
+    _say(f"{patch} {said} {summary_of(config)}\n")
+    _print_table(getattr(content, "description", "Saved patch"), ["setting", "value"], _rows(content.to_dict()))
 
 
 def _rows(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

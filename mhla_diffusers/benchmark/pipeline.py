@@ -10,9 +10,9 @@ from typing import Any
 import numpy
 import torch
 
-from ..config import PROFILES, adapted_patches
+from ..config import PROFILES, PatchConfig, adapted_patches
 from ..generation.noise import generator_for
-from ..generation.pipelines import PipelineChoice, family_of, has_weights, put_on
+from ..generation.pipelines import PipelineChoice, has_weights, put_on
 from ..generation.similarity import psnr, ssim
 from ..patching import PATCH_FILE, remove_mhla
 from ..reporting import progress
@@ -21,16 +21,9 @@ from .measure import Results, Row, measured, refused, timed
 UNPATCHED = "unpatched"
 
 
-def choose_pipeline(name: str, **settings: Any) -> PipelineChoice:
-    """Choose a pipeline, tiny-dit, tiny-sana, tiny-wan, or a Hub id or folder; checked before anything is loaded."""
-    choice = PipelineChoice(family_of(name).name, model=name, **settings)
-    choice.check()
-    return choice
-
-
 @contextmanager
-def patched(pipe: Any, patch: str | None, changes: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which the pipeline is patched, as :func:`put_on` does; restores it afterwards."""
+def patched(pipe: Any, patch: str | PatchConfig | None, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which the pipeline is patched, as :func:`put_on` does, unless by None; restores it afterwards."""
     if patch is not None:
         put_on(pipe, patch, changes)
     try:

@@ -104,19 +104,18 @@ def expand_options(*groups: Callable[..., dict[str, Any]]) -> Callable[[Callable
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command)
-        names = [list(inspect.signature(group).parameters) for group in groups]
-        shared = {name: one for group in groups for name, one in inspect.signature(group).parameters.items()}
+        shared = {group: inspect.signature(group).parameters for group in groups}
 
         @functools.wraps(command)
         def expanded(**given: Any) -> None:
             options: dict[str, Any] = {}
-            for group, parameters in zip(groups, names, strict=True):
-                options |= group(**{name: given[name] for name in parameters})
-            command(**{name: given[name] for name in own.parameters if name != "options"}, options=options)
+            for group, parameters in shared.items():
+                options |= group(**{name: given.pop(name) for name in parameters})
+            command(**given, options=options)
 
-        parameters = [one for name, one in own.parameters.items() if name != "options"] + list(shared.values())
+        every = (one for parameters in (own.parameters, *shared.values()) for one in parameters.values())
         # keyword-only, because required options may follow those with a default
-        keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        keywords = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in every if one.name != "options"]
         vars(expanded)["__signature__"] = own.replace(parameters=keywords)
         return expanded
 

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from ..config import adapted_patches, load_patch
+from ..config import PatchConfig, adapted_patches, load_patch
 from ..devices import FLOAT_TYPES, choose_device, device_and_type
 from ..errors import check, check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
@@ -182,9 +182,9 @@ def has_weights(patch: str) -> bool:
     return patch in adapted_patches() or Path(patch).is_dir() or ("/" in patch and not is_file)
 
 
-def put_on(pipe: Any, patch: str | None, settings: Mapping[str, Any]) -> None:
-    """Patch a pipeline with what :attr:`PipelineChoice.patch` takes, and settings that change it."""
-    if patch is None or not has_weights(patch):
+def put_on(pipe: Any, patch: str | PatchConfig | None, settings: Mapping[str, Any]) -> None:
+    """Patch a pipeline with what :attr:`PipelineChoice.patch` takes or a config, and settings that change it."""
+    if not isinstance(patch, str) or not has_weights(patch):
         apply_mhla(pipe, patch, **settings)
         return
     load_result(pipe, patch)

@@ -1,7 +1,6 @@
 """Candidates, and the choice of the next one: a function of the trials so far, so that a stopped run can resume."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +10,6 @@ from pydantic import Field
 
 from ..config import PROFILES, SparseConfig
 from ..errors import check
-from ..patching import apply_mhla, find_transformers, remove_mhla
 from ..settings import Number, Positive, check_value
 
 LADDERS: dict[str, tuple[Any, ...]] = {
@@ -22,8 +20,6 @@ LADDERS: dict[str, tuple[Any, ...]] = {
     "dense_layers": (0, 1, 2),
 }
 """Setting → the values that are tried, from cheap to faithful."""
-THRESHOLDS = (0.2, 0.1, 0.05)
-"""Thresholds of diffusers' First Block Cache to try, from cheap to faithful."""
 DEFAULT_PSNR = 30.0
 """Target in dB where none is given."""
 PROFILE_CONFIGS = {name: SparseConfig(**settings) for name, settings in reversed(PROFILES.items())}
@@ -32,12 +28,10 @@ PROFILE_CONFIGS = {name: SparseConfig(**settings) for name, settings in reversed
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration to try: a patch, First Block Cache, both, or neither."""
+    """A configuration to try: a patch, or none."""
 
     config: SparseConfig | None = None
     """Settings of the patch, each on its ladder; None for no patch."""
-    cache: float | None = None
-    """Threshold of First Block Cache; None for none."""
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -46,19 +40,16 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Name: the nearest profile, what differs from it, and the cache."""
-        parts = []
-        if self.config is not None:
-            own = {name: getattr(self.config, name) for name in LADDERS}
-            changes = {
-                profile: [f"{name} {value}" for name, value in own.items() if value != getattr(usual, name)]
-                for profile, usual in PROFILE_CONFIGS.items()
-            }
-            nearest = min(changes, key=lambda profile: len(changes[profile]))
-            parts = [nearest, *changes[nearest]]
-        if self.cache is not None:
-            parts.append(f"First Block Cache {self.cache}")
-        return ", ".join(parts) or "unpatched"
+        """Name: the nearest profile, and what differs from it."""
+        if self.config is None:
+            return "unpatched"
+        own = {name: getattr(self.config, name) for name in LADDERS}
+        changes = {
+            profile: [f"{name} {value}" for name, value in own.items() if value != getattr(usual, name)]
+            for profile, usual in PROFILE_CONFIGS.items()
+        }
+        nearest = min(changes, key=lambda profile: len(changes[profile]))
+        return ", ".join([nearest, *changes[nearest]])
 
     def neighbours(self) -> "Iterator[Candidate]":
         """Yield the patches that differ in one setting by one place on its ladder."""
@@ -67,26 +58,6 @@ class Candidate:
             for place in (own - 1, own + 1):
                 if 0 <= place < len(ladder):
                     yield Candidate(self.config.replace(**{name: ladder[place]}))
-
-    @contextmanager
-    def applied(self, pipe: Any) -> Iterator[None]:
-        """Context in which a pipeline runs this candidate; restores it afterwards."""
-        transformers = find_transformers(pipe).values()
-        if self.config is not None:
-            apply_mhla(pipe, self.config)
-        try:
-            if self.cache is not None:
-                from diffusers import FirstBlockCacheConfig
-
-                for transformer in transformers:
-                    transformer.enable_cache(FirstBlockCacheConfig(threshold=self.cache))  # type: ignore[operator]
-            yield
-        finally:
-            for transformer in transformers:
-                if getattr(transformer, "is_cache_enabled", False):
-                    transformer.disable_cache()  # type: ignore[operator]
-            if self.config is not None:
-                remove_mhla(pipe)
 
 
 @dataclass
@@ -160,7 +131,7 @@ class Tuned:
     remarks: Sequence[str]
     """What was left out, and why."""
     file: Path
-    """``best.yaml``, for ``--patch`` and ``apply_mhla``; absent where no patch is best."""
+    """``best.yaml``, for ``--patch`` and ``apply_mhla``."""
 
     @property
     def best(self) -> Trial:
@@ -185,10 +156,7 @@ class Tuned:
         return f"{best.psnr:.1f} dB (worst clip {best.worst_clip:.1f}) at {best.speedup:.1f}x{judged}"
 
     def __str__(self) -> str:
-        one = self.best.candidate
-        what = [] if one.config is None else [str(self.file)]
-        what += [] if one.cache is None else [f"First Block Cache {one.cache}"]
-        text = f"{self.measured}: {' with '.join(what)}"
+        text = f"{self.measured}: {self.file}"
         if self.is_met:
             return text
         goal = f"{self.target.speedup:g}x" if self.target.speedup else f"{self.target.psnr:g} dB"
@@ -197,7 +165,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses what to try next: the profiles, neighbours of the best on the ladders, then First Block Cache.
+    """Chooses what to try next: the profiles, then neighbours of the best on the ladders.
 
     With a target PSNR the choice does not depend on measured times.
     """
@@ -207,20 +175,17 @@ class Search:
     """Denoising steps of a call."""
     depth: int
     """Self-attentions of the transformer."""
-    cache: bool = False
-    """Whether to try First Block Cache, alone and beside the best patch."""
 
     def cost(self, one: Candidate) -> float:
-        """Estimate the share of attention's pairs that a call with a candidate computes."""
-        if one.config is None:
-            return 1.0
+        """Estimate the share of attention's pairs that a call with a patch computes."""
+        assert one.config is not None
         dense_steps = len(one.config.dense_steps(self.steps)) / self.steps
         dense_layers = min(1.0, one.config.dense_layers / self.depth)
         return 1 - (1 - dense_steps) * (1 - dense_layers) * (1 - one.config.density)
 
     def rank(self, trial: Trial) -> tuple[bool, float]:
         """Rank as :meth:`Target.rank`, for a PSNR by the estimated cost, so that noise decides nothing."""
-        if self.target.psnr is None or trial.candidate.cache is not None:
+        if self.target.psnr is None:
             return self.target.rank(trial)
         return self.target.rank(replace(trial, speedup=1 / self.cost(trial.candidate)))
 
@@ -233,27 +198,24 @@ class Search:
         tried = {self._effect(trial.candidate) for trial in trials}
 
         def is_new(one: Candidate) -> bool:
-            is_dense = one.config is not None and len(one.config.dense_steps(self.steps)) == self.steps
-            return self._effect(one) not in tried and not is_dense
+            effect = self._effect(one)
+            return effect not in tried and len(effect[1]) < self.steps
 
         for profile in filter(is_new, map(Candidate, PROFILE_CONFIGS.values())):
             return profile
-        patched = [one for one in trials if one.clips and one.candidate.config and one.candidate.cache is None]
-        best = min(patched, key=self.rank, default=None)
-        if best is not None and (found := list(filter(is_new, self._near(best, patched)))):
-            return min(found, key=self.cost)
-        beside = [None, *([best.candidate.config] if best else [])]
-        cached = [Candidate(config, threshold) for config in beside for threshold in THRESHOLDS]
-        return next((one for one in cached if self.cache and is_new(one)), None)
+        able = [one for one in trials if one.clips]
+        best = min(able, key=self.rank, default=None)
+        found = filter(is_new, self._near(best, able)) if best else ()
+        return min(found, key=self.cost, default=None)
 
-    def _effect(self, one: Candidate) -> object:
-        config = one.config  # with few steps several settings do the same
-        return one.cache, config and (config.density, config.dense_steps(self.steps), config.dense_layers)
+    def _effect(self, one: Candidate) -> tuple[float, tuple[int, ...], int]:
+        assert one.config is not None  # with few steps several settings do the same
+        return one.config.density, one.config.dense_steps(self.steps), one.config.dense_layers
 
-    def _near(self, best: Trial, patched: Sequence[Trial]) -> Iterator[Candidate]:
+    def _near(self, best: Trial, able: Sequence[Trial]) -> Iterator[Candidate]:
         """Yield what may be better than the best trial."""
         met = self.target.is_met(best)
-        missed = [trial for trial in patched if met and not self.target.is_met(trial)]
+        missed = [trial for trial in able if met and not self.target.is_met(trial)]
         towards = 1 if met == (self.target.psnr is None) else -1  # faithful, or cheap
         own = self.cost(best.candidate)
         for one in best.candidate.neighbours():

@@ -19,7 +19,6 @@ def tune_command(
         float | None, typer.Option(help="Target speedup over the unpatched model, instead of --psnr.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="Start no call after this many minutes.")] = 30,
-    cache: Annotated[bool, typer.Option("--cache", help="Also try First Block Cache, alone and with a patch.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run; default: outputs/tune/<model>.")] = None,
@@ -30,22 +29,18 @@ def tune_command(
     """
     import torch
 
-    from ..benchmark.pipeline import choose_pipeline
     from ..config import USUAL_STEPS
     from ..devices import device_and_type
+    from ..generation.pipelines import PipelineChoice, family_of
     from ..tiny import TINY
     from .candidates import Target
     from .run import tune
 
     Target(psnr, speedup)  # raises before a pipeline is loaded
     texts, (place, precision) = [text for text, _ in read_prompts(prompts)], device_and_type(device, dtype)
-    choice = choose_pipeline(
-        f"tiny-{model}" if model in TINY else model,
-        device=str(place),
-        dtype=str(precision).removeprefix("torch."),
-        settings=options["settings"],
-    )
-    name = choice.model or f"tiny-{choice.family}"
+    name, kind = f"tiny-{model}" if model in TINY else model, str(precision).removeprefix("torch.")
+    choice = PipelineChoice(family_of(name).name, model=name, device=str(place), dtype=kind, **options)
+    choice.check()
     pipe = choice.load(texts)
     call = dict(choice.known_arguments)
     steps = call.pop("num_inference_steps", USUAL_STEPS)
@@ -59,7 +54,6 @@ def tune_command(
             speedup=speedup,
             minutes=minutes,
             steps=steps,
-            cache=cache,
             settings={"model": name, **call, "dtype": choice.dtype, "seed": seed},
         )
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from ..benchmark.measure import gather_conditions, timed
 from ..benchmark.operator import SOFTMAX
-from ..benchmark.pipeline import frames_of
+from ..benchmark.pipeline import frames_of, patched
 from ..config import USUAL_STEPS, Patch, SparseConfig
 from ..errors import check
 from ..families import get_family
@@ -52,7 +52,6 @@ def tune(
     speedup: float | None = None,
     minutes: float = 30,
     steps: int = USUAL_STEPS,
-    cache: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Tuned:
     """Find the settings of sparse attention that suit a pipeline, by calling it.
@@ -70,7 +69,6 @@ def tune(
         speedup: target as a multiple of the unpatched pipeline's speed, in place of ``psnr``.
         minutes: after which no further call is begun.
         steps: denoising steps of ``run``, which say what a candidate costs.
-        cache: also try diffusers' First Block Cache alone and beside the best patch.
         settings: of the call, recorded so that runs do not mix.
 
     Raises:
@@ -94,7 +92,7 @@ def tune(
     model = str((settings or {}).get("model") or getattr(pipe, "name_or_path", ""))
     record = {"model": model, **(settings or {}), "prompts": list(prompts), "steps": steps}
     record |= {"device": gather_conditions(device)["device"], "transformer": type(transformer).__name__}
-    search = Search(target, steps, len(family.self_attentions(transformer)), cache)
+    search = Search(target, steps, len(family.self_attentions(transformer)))
     measures, remarks = load_similarities(str(device))
     ends = time.monotonic() + 60 * minutes
     with folder_for_results(folder):
@@ -133,8 +131,8 @@ def _read_run(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
     check(not changed, f"{folder} holds another run ({'; '.join(changed)}); choose another folder.")
     trials = []
     for line in read_json_lines(lines):
-        config, threshold = line["candidate"]["config"], line["candidate"]["cache"]
-        candidate = Candidate(config and SparseConfig(**config), threshold)
+        config = line["candidate"]["config"]
+        candidate = Candidate(config and SparseConfig(**config))
         trials.append(Trial(candidate, line["clips"], line["failed"], line["speedup"]))
     return trials
 
@@ -155,8 +153,7 @@ def _work(tuned: Tuned, ends: float, search: Search) -> Iterator[Trial]:
             trials.append(Trial(candidate))
             yield trials[-1]
             continue
-        has_cache = any(trial.candidate.cache is not None for trial in able)  # whose cost only a clock tells
-        best = sorted(able, key=tuned.target.rank if has_cache else search.rank)[:VERIFIED]
+        best = sorted(able, key=search.rank)[:VERIFIED]
         unfinished = next((trial for trial in best if len(trial.clips) < count), None)
         if unfinished is None:
             return
@@ -175,7 +172,7 @@ def _judge(
     """Call the pipeline for the next prompt of a trial, and add what is measured."""
     unpatched, index = tuned.trials[0], len(trial.clips)
     try:
-        with trial.candidate.applied(pipe):
+        with patched(pipe, trial.candidate.config, {}):
             seconds, _, sample = timed(run, device)
     except (RuntimeError, ValueError) as error:  # out of memory, or settings that this call does not have
         if trial is unpatched:
@@ -197,10 +194,8 @@ def _judge(
 
 
 def _write_best(tuned: Tuned, family: str, model: str) -> None:
-    """Write the best candidate's patch file; remove an earlier one if no patch is best."""
-    config = tuned.best.candidate.config
-    if config is None:
-        tuned.file.unlink(missing_ok=True)
-        return
-    patch = Patch(family, model, f"mhla tune: {tuned.best.candidate.name}; {tuned.measured}", config)
+    """Write the best candidate's patch file."""
+    best = tuned.best.candidate
+    assert best.config is not None
+    patch = Patch(family, model, f"mhla tune: {best.name}; {tuned.measured}", best.config)
     write_text(yaml.safe_dump(patch.to_dict(), sort_keys=False, allow_unicode=True), tuned.file)

@@ -104,7 +104,6 @@ def test_info_on_a_model():
         (("--model", "sana-0.6b", "--density", "0.1"), "density...MHLA"),
         (("--model", "dit-xl-2", "--dense-every", "1"), "dense_every=1"),
         (("--density", "0.1"), "--density 0.1"),
-        (("--model", "dit-xl-2", "--report"), "--report...--model"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, offending):
