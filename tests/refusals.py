@@ -8,7 +8,9 @@ import pytest
 
 
 @contextmanager
-def refused(*named: object, error: type[Exception] = ValueError) -> Iterator[pytest.ExceptionInfo[Exception]]:
+def refused(
+    *named: object, error: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expect ``error``, whose message holds all that is ``named`` in this order: values, arguments, a remedy's name.
 
     In a text ``...`` stands for anything, as in doctests.

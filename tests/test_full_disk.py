@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from mhla_diffusers import load_mhla, save_mhla
-from mhla_diffusers.files import write_json, write_tensors, write_text, write_whole_folder, written_aside
+from mhla_diffusers.files import write_json, write_tensors, write_text, write_whole_folder
 from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
-from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.tiny import pipeline_folder
 
 from . import models
@@ -53,11 +52,6 @@ def test_files_are_named_and_the_one_before_stays(tmp_path, name, write):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 
-def test_errors_of_other_files_are_left_as_they_are(tmp_path):
-    with pytest.raises(FileNotFoundError), written_aside(tmp_path / "x"):
-        (tmp_path / "nowhere").read_text()
-
-
 def test_patch_that_was_saved_before_stays(tmp_path):
     model = models.patched("wan")
     save_mhla(model, tmp_path, weights="all")
@@ -88,8 +82,3 @@ def test_what_is_generated_in_part_is_no_sample(tmp_path, family, suffix):
         list(generate(config))
     assert not list(tmp_path.glob(f"out/*{suffix}"))
     assert [made for _, made in generate(config)] == [True]
-
-
-def test_a_video_that_does_not_fit_is_said_with_its_file(tmp_path):
-    with full_disk(), refused("/x.mp4", error=OSError):
-        write_video(torch.rand(200, 64, 64, 3), tmp_path / "x.mp4", 6)

@@ -102,12 +102,7 @@ def compare_sets(
     remarks: list[str] = []
     for variant in others if similarities else ():
         for name, frames in _similar_frames(base, variant, similarities or {}).items():
-            means = torch.stack([values.mean() for values in frames])
-            similar = means[~means.isnan()]
-            if len(similar) < len(means):
-                remarks.append(f"{name} of {variant.name} leaves out {len(means) - len(similar)} too small samples.")
-            if len(similar):
-                variant.scores[name] = mean_of(similar)
+            variant.scores[name] = mean_of(torch.stack([values.mean() for values in frames]))
             if name == "psnr":
                 value, frame, file = min(
                     (float(values.min()), int(values.argmin()), sample.file)

@@ -9,13 +9,11 @@ import torch
 from ..devices import choose_device
 
 Similarity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,), NaN if they are too small."""
+"""Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,)."""
 
 _LARGEST_PSNR = 100.0
 _WINDOW = 11
 """Pixels of SSIM's Gaussian window, whose standard deviation is 1.5."""
-_SMALLEST_LPIPS = 31
-"""Pixels below which AlexNet's pooling leaves nothing."""
 _ALEXNET = "alexnet-owt-7be5be79.pth"
 
 
@@ -29,14 +27,15 @@ def psnr(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the structural similarity (Wang et al., 2004), averaged over channels: float32 (F,), NaN below 11 pixels.
+    """Return the structural similarity (Wang et al., 2004), averaged over channels: float32 (F,).
 
     Gaussian window inside the frame, K1 = 0.01, K2 = 0.03; torchmetrics' own mean includes reflected borders.
+    ValueError for frames smaller than the window.
     """
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     if min(frames.shape[2:]) < _WINDOW:
-        return torch.full((len(frames),), torch.nan)
+        raise ValueError(f"SSIM needs frames of {_WINDOW} pixels or more, got {tuple(frames.shape[2:])}.")
     _, values = structural_similarity_index_measure(
         frames.float() / 255, reference.float() / 255, data_range=1.0, reduction="none", return_full_image=True
     )
@@ -64,8 +63,6 @@ def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], list[
         return found, [f"LPIPS is left out: it needs a torchvision that matches your torch ({error})."]
 
     def distance(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        if min(frames.shape[2:]) < _SMALLEST_LPIPS:
-            return torch.full((len(frames),), torch.nan)
         return torch.as_tensor(model(frames / 127.5 - 1, reference / 127.5 - 1)).view(len(frames))
 
     return {**found, "lpips": on_device(distance)}, []

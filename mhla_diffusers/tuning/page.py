@@ -18,17 +18,14 @@ _HEIGHT = 128
 """Pixels of a strip."""
 _STYLE = """
 :root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-size: .9rem; }
 td { padding: .3rem .8rem; border-bottom: 1px solid #8884; text-align: right; }
 td:first-child { text-align: left; }
 tr:first-child { font-weight: bold; }
-img { max-width: 100%; }
-.strips { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; align-items: start; }
-.strips > figure { position: sticky; top: 0; }
-figure { margin: 0 0 .8rem; }
+tr:nth-child(2) { position: sticky; top: 0; background: Canvas; }
 """
-"""The unpatched strip stays in sight beside all others."""
+"""The unpatched clip stays in sight above all others."""
 
 
 def write_strip(frames: torch.Tensor, file: Path) -> None:
@@ -46,21 +43,19 @@ def write_strip(frames: torch.Tensor, file: Path) -> None:
 def write_page(tuned: Tuned, record: Mapping[str, Any], file: Path) -> None:
     """Write every candidate, in the order of its trial, as an HTML page."""
     header = ("candidate", "PSNR, dB", "worst clip", "worst frame", "SSIM", "LPIPS", "s a clip", "speedup", "prompts")
-    rows = [header, *(_cells(number, trial) for number, trial in enumerate(tuned.trials))]
-    used = [column for column in range(len(header)) if any(row[column] for row in rows[1:])]
-    table = "".join(f"<tr>{''.join(f'<td>{escape(row[i])}</td>' for i in used)}</tr>" for row in rows)
-    own, *others = [
-        f"<figure><figcaption>{escape(_caption(number, trial))}</figcaption>"
-        f"{_image(file.parent / 'strips' / f'{number}.png')}</figure>"
-        for number, trial in enumerate(tuned.trials)
-        if trial.clips
+    rows = [_cells(number, trial) for number, trial in enumerate(tuned.trials)]
+    used = [column for column in range(len(header)) if any(row[column] for row in rows)]
+    shown = [
+        _image(file.parent / "strips" / f"{number}.png") if x.clips else "" for number, x in enumerate(tuned.trials)
     ]
+    table = ""
+    for cells, frames in zip([header, *rows], ["frames", *shown], strict=True):
+        table += f"<tr>{''.join(f'<td>{escape(cells[column])}</td>' for column in used)}<td>{frames}</td></tr>"
     title = escape(f"mhla tune: {record['model']}")
     call = ", ".join(f"{name} {value}" for name, value in record.items() if name != "prompts")
     body = f"<h1>{title}</h1><p><strong>{escape(str(tuned))}</strong></p><p>{escape(call)}</p>"
     body += f"<ol>{''.join(f'<li>{escape(prompt)}</li>' for prompt in tuned.prompts)}</ol><table>{table}</table>"
     body += "".join(f"<p>{escape(remark)}</p>" for remark in tuned.remarks)
-    body += f'<h2>{escape(tuned.prompts[0])}</h2><div class="strips">{own}<div>{"".join(others)}</div></div>'
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     write_text(f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n", file)
 
@@ -78,10 +73,3 @@ def _cells(number: int, trial: Trial) -> list[str]:
     judged += ["" if math.isnan(value) else f"{value:.3f}" for value in means]
     times = [f"{trial.mean('seconds'):.3g}", f"{trial.speedup:.2f}x", str(len(trial.clips))]
     return [f"{number}: {trial.candidate.name}", *(judged if number else [""] * len(judged)), *times]
-
-
-def _caption(number: int, trial: Trial) -> str:
-    if not number:
-        return trial.candidate.name
-    clip = trial.clips[0]
-    return f"{number}: {trial.candidate.name}, {clip['psnr']:.1f} dB in {clip['seconds']:.3g} s"

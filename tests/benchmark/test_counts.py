@@ -17,10 +17,7 @@ META = torch.device("meta")
 
 
 def info(*options):
-    result = CliRunner().invoke(app, ["info", *options])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.output
+    return CliRunner().invoke(app, ["info", *options], catch_exceptions=False).output
 
 
 def counted(case, change=lambda transformer: None):
@@ -32,9 +29,7 @@ def counted(case, change=lambda transformer: None):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(
-    "name", ["wan2.1-1.3b", "flux-dev", "sd3.5-large", "qwen-image", "pixart-alpha-xl-2", "sana-1.6b"]
-)
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "flux-dev", "sd3.5-large", "pixart-alpha-xl-2", "sana-1.6b"])
 def test_the_flops_of_a_forward_are_those_that_pytorch_counts(name):
     """Without embeddings, modulation and the last layer."""
     case = choose_cases([name])[0]
@@ -71,14 +66,9 @@ def factors(name, *options):
     return [float(line.split()[-1]) for line in table.splitlines()[1:]]
 
 
-def test_a_patch_pays_at_large_sizes():
-    found = factors("dit-xl-2")
-    assert found == [0.94, 1.11, 1.44, 2.41, 4.08]
-    assert not factors("dit-xl-2", "--size", "512"), "one size has no table"
-
-
 def test_info_on_a_model():
     shown = info("--model", "wan2.1-1.3b", "--size", "720x1280", "--frames", "81")
+    assert factors("dit-xl-2") == [0.94, 1.11, 1.44, 2.41, 4.08], "it pays at large sizes"
     forward = factors("wan2.1-1.3b")[1]
     summary = " ".join(shown.split("\n\n")[0].split())
     assert "21x45x80 = 75,600 tokens" in summary and f"at most {forward}" in summary

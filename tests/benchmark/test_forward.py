@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 
-from mhla_diffusers import is_patched
+from mhla_diffusers import families, is_patched
 from mhla_diffusers.benchmark.cases import choose_cases, models
 from mhla_diffusers.benchmark.forward import COMPILED, HYBRID, forward_runs
 from mhla_diffusers.benchmark.operator import MHLA, PLAIN, SOFTMAX, SPARSE
-from mhla_diffusers.families import get_family
+from mhla_diffusers.families import get_family, register_family
 from mhla_diffusers.tiny import pipeline_folder
 
+from ..families.cogview3plus import COGVIEW3PLUS
 from ..models import small_case
 from .commands import measure, medians
 
@@ -27,9 +28,6 @@ def on_meta(case, dtype=torch.float32):
     """Transformer and inputs of its forward."""
     transformer = case.build(META, dtype)
     return transformer, case.inputs(transformer, dtype)
-
-
-# ---- models and sizes
 
 
 def test_inputs_are_of_the_types_and_sizes_that_the_model_takes():
@@ -53,11 +51,7 @@ def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
 
 @pytest.mark.parametrize(
     ("name", "parameters", "tokens"),
-    [
-        ("wan2.1-1.3b", 1.42e9, 32_760),
-        ("sana-0.6b", 0.59e9, 256),
-        ("dit-s-2", 33e6, 256),
-    ],
+    [("wan2.1-1.3b", 1.42e9, 32_760), ("sana-0.6b", 0.59e9, 256), ("dit-s-2", 33e6, 256)],
 )
 def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
     case = a_case(name)
@@ -69,9 +63,6 @@ def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
     assert torch.Size(grid).numel() == tokens
     attn = next(iter(get_family(transformer).self_attentions(transformer).values()))
     assert (attn.heads, attn.inner_dim // attn.heads) == (case.model.heads, case.model.head_dim)
-
-
-# ---- the self-attentions that a transformer is measured with
 
 
 @torch.no_grad()
@@ -111,9 +102,6 @@ def test_compiled_layers_compute_the_same():
     torch.compiler.reset()
 
 
-# ---- measured
-
-
 @pytest.mark.parametrize(("name", "own"), [("wan", "softmax native"), ("sana", "own linear")])
 def test_every_attention_has_a_row(tmp_path, name, own):
     rows = {row.variant: row for row in measure(tmp_path, "transformer", "--model", f"tiny-{name}")}
@@ -125,8 +113,10 @@ def test_every_attention_has_a_row(tmp_path, name, own):
         assert 0 < rows[PLAIN].flops < rows["softmax native"].flops < rows[SPARSE].flops
 
 
-def test_a_family_of_the_users_own_is_measured(tmp_path, cogview3plus):
+def test_a_family_of_the_users_own_is_measured(tmp_path, monkeypatch):
     """It tells its models and what conditions them."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    register_family(COGVIEW3PLUS)
     _, inputs = on_meta(a_case("tiny-cogview3plus", "256"), torch.bfloat16)
     text = inputs["encoder_hidden_states"]
     assert (text.shape, text.dtype) == ((1, 224, 32), torch.bfloat16)

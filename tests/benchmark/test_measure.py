@@ -1,21 +1,14 @@
-"""Timing in turns, ratios, and the files of results."""
+"""Timing in turns, ratios, and the files of results; and what no command of ``mhla bench`` takes."""
 
 from itertools import count
 
 import pytest
 import torch
 
-from mhla_diffusers.benchmark.measure import (
-    Results,
-    Row,
-    gather_conditions,
-    measured,
-    tables_of,
-    time_interleaved,
-)
+from mhla_diffusers.benchmark.measure import Results, Row, gather_conditions, measured, tables_of, time_interleaved
 
 from ..refusals import refused
-from .commands import read_rows
+from .commands import bench, read_rows
 
 CPU = torch.device("cpu")
 SHORT = 1e-9
@@ -77,16 +70,11 @@ def test_results_are_read_as_they_were_written(tmp_path):
     results = Results("op", CPU, torch.float32, tmp_path, SHORT)
     for case in ("a", "b, c"):
         what = {"case": case, "stage": "forward", "tokens": 7}
-        runs = {
-            Row("softmax", baseline=True, flops=10**9, **what): lambda: None,
-            Row("gone", **what): "x | y",
-        }
+        runs = {Row("softmax", baseline=True, flops=10**9, **what): lambda: None, Row("gone", **what): "x | y"}
         results.add(time_interleaved(runs, CPU, SHORT))
         assert read_rows(results.file.with_suffix(".csv")) == results.rows, "also of a run that is cut off"
-    assert [(one.flops, one.tokens, one.dtype) for one in results.rows[:2]] == [
-        (10**9, 7, "float32"),
-        (None, 7, "float32"),
-    ]
+    found = [(one.flops, one.tokens, one.dtype) for one in results.rows[:2]]
+    assert found == [(10**9, 7, "float32"), (None, 7, "float32")]
     page = results.file.with_suffix(".md").read_text()
     for name, value in gather_conditions(CPU).items():
         assert name in page and (name == "date" or value in page)
@@ -94,3 +82,29 @@ def test_results_are_read_as_they_were_written(tmp_path):
     results.rows = results.rows[1::2]
     with refused("gone"):
         results.finish()
+
+
+@pytest.mark.parametrize(
+    ("asked", "offending"),
+    [
+        ("op --model wan", "'wan'...wan2.1-1.3b"),
+        ("op --model tiny-dit --size 8xa", "'8xa'"),
+        ("op --device gpu", "'gpu'"),
+        ("transformer --model tiny-wan --size 480x850", "width=850...848...864"),
+        ("transformer --model tiny-dit --size 64x80", "64x80"),
+        ("transformer --model tiny-wan --frames 80", "frames=80...77...81"),
+        ("transformer --model tiny-dit --frames 9", "--frames 9...tiny-dit"),
+        ("transformer --model tiny-dit --size 64x64x9", "64x64x9"),
+        ("pipeline --size 64", "'height'"),
+        ("pipeline --patch fast --dense-first 1.2", "dense_first...1.2"),
+        ("pipeline --patch fast --density 2", "density=2"),
+        ("pipeline --patch tiny-dit-sparze", "'tiny-dit-sparze'...tiny-dit-sparse"),
+        ("pipeline --patch .", "'.'"),
+        ("pipeline --model .", "model_index.json"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, asked, offending):
+    monkeypatch.chdir(tmp_path)
+    with refused(offending, error=(ValueError, OSError)):
+        bench(*asked.split(), *(() if "--device" in asked else ("--device", "cpu")), "--output", tmp_path)
+    assert not list(tmp_path.rglob("*.csv"))

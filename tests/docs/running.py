@@ -1,14 +1,10 @@
 """Running what the pages say: in this process, in a folder as a reader would have it, on tiny models."""
 
-import os
 import re
 import runpy
+import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import click
@@ -126,39 +122,22 @@ OPTIONAL = ("torchao", "cache_dit", "kernels")
 """Packages without which Python that imports them is not run; .ci/run has all."""
 
 
-@dataclass
-class Reader:
-    """Somebody who follows one page from top to bottom.
-
-    Args:
-        folder: where everything is run; it looks like the root of a checkout.
-    """
-
-    folder: Path
-    names: dict[str, Any] = field(default_factory=dict)
-    """Of the page's Python, one after the other."""
-
-    def follow(self, snippet: Snippet) -> None:
-        """Run a snippet; raises what it raises."""
-        text = snippet.text
-        for pattern, replacement in SUBSTITUTIONS:
-            text = re.sub(pattern, replacement, text)
-        if snippet.language == "python":
-            self._python(text, snippet)
-            return
-        command = Snippet(snippet.page, snippet.line, "bash", text).arguments
-        only_checked = any(re.search(pattern, snippet.text) for pattern, _ in ONLY_CHECKED)
-        with own_process():
-            (check if only_checked else run)(command)
-
-    def _python(self, text: str, snippet: Snippet) -> None:
+def follow(snippet: Snippet, names: dict[str, Any]) -> None:
+    """Run a snippet of a page, whose Python so far has left ``names``; raises what it raises."""
+    text = snippet.text
+    for pattern, replacement in SUBSTITUTIONS:
+        text = re.sub(pattern, replacement, text)
+    if snippet.language == "python":
         packages = re.findall(rf"^(?:from|import) ({'|'.join(OPTIONAL)})\b", text, re.MULTILINE)
-        if any(find_spec(package) is None for package in packages):
-            return
-        if not self.names:
-            self.names |= {"__name__": snippet.page, "pipe": load_tiny("wan"), "inputs": inputs_of_tiny_wan()}
-        # lines of a traceback are those of the page
-        exec(compile("\n" * (snippet.line - 1) + text, snippet.page, "exec"), self.names)
+        if all(map(find_spec, packages)):
+            names |= names or {"__name__": snippet.page, "pipe": load_tiny("wan"), "inputs": inputs_of_tiny_wan()}
+            # lines of a traceback are those of the page
+            exec(compile("\n" * (snippet.line - 1) + text, snippet.page, "exec"), names)
+        return
+    only_checked = any(re.search(pattern, snippet.text) for pattern, _ in ONLY_CHECKED)
+    with pytest.MonkeyPatch.context() as patch:  # a command knows the families of the package alone, and leaves none
+        patch.setattr(families, "_FAMILIES", dict(FAMILIES))
+        (check if only_checked else run)(shlex.split(text))
 
 
 def inputs_of_tiny_wan() -> dict[str, torch.Tensor]:
@@ -169,14 +148,6 @@ def inputs_of_tiny_wan() -> dict[str, torch.Tensor]:
         "timestep": torch.tensor([500]),
         "encoder_hidden_states": torch.randn(1, 10, 64, generator=generator),
     }
-
-
-@contextmanager
-def own_process() -> Iterator[None]:
-    """A command knows the families of the package alone, and leaves nothing registered."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(families, "_FAMILIES", dict(FAMILIES))
-        yield
 
 
 def run(command: list[str]) -> None:
@@ -215,18 +186,6 @@ def run_python(arguments: list[str]) -> None:
         sys.argv = before
 
 
-def build_pages(arguments: list[str]) -> None:
-    """Run ``mkdocs``, whose result goes into the present folder."""
-    from mkdocs.__main__ import cli
-
-    target, os_folder = Path("site").resolve(), Path.cwd()
-    os.chdir(ROOT)
-    try:
-        cli.main([*arguments, "--quiet", "--site-dir", str(target)], standalone_mode=False)
-    finally:
-        os.chdir(os_folder)
-
-
 def check(command: list[str]) -> None:
     """Check that the files of the checkout that a command names are there, and that ``mhla`` takes its arguments.
 
@@ -234,24 +193,16 @@ def check(command: list[str]) -> None:
         AssertionError: they are not.
         click.ClickException: it does not.
     """
-    program, *arguments = command
-    if program == "mhla":
-        check_click(typer.main.get_command(app), program, arguments)
-    elif program == "make":
+    name, *arguments = command
+    if name == "mhla":
+        inner, context = typer.main.get_command(app), None
+        while hasattr(inner, "resolve_command"):
+            context = click.Context(inner, info_name=name, parent=context)
+            name, inner, arguments = inner.resolve_command(context, arguments)
+        inner.make_context(name, list(arguments), parent=context)
+    elif name == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert re.search(rf"^{arguments[0]}:", makefile, re.MULTILINE), f"no target {arguments[0]}"
-    for word in (program, *arguments):
+    for word in command:
         if word.startswith((".ci/", "finetune/", "pipelines/", "studies/", "tools/")):
             assert (ROOT / word).exists(), f"{word} is not there"
-
-
-def check_click(command: click.Command, name: str, arguments: list[str]) -> None:
-    """Parse the arguments of a subcommand without running it."""
-    context = click.Context(command, info_name=name)
-    rest = arguments
-    while hasattr(command, "resolve_command"):
-        name, command, rest = command.resolve_command(context, rest)
-        if not hasattr(command, "resolve_command"):
-            command.make_context(name, list(rest), parent=context)
-            return
-        context = click.Context(command, info_name=name, parent=context)

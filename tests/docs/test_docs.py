@@ -24,7 +24,7 @@ from mhla_diffusers.tiny import load_tiny
 from .. import models
 from ..families.cogview3plus_tiny import save_cogview3plus
 from ..test_convert_paper_checkpoint import paper_checkpoint
-from .running import ONLY_CHECKED, SUBSTITUTIONS, Reader, check
+from .running import ONLY_CHECKED, SUBSTITUTIONS, check, follow
 from .snippets import PAGES, ROOT, snippets
 
 ALL = [snippet for page in PAGES for snippet in snippets(page)]
@@ -97,10 +97,10 @@ def test_every_command_and_snippet_runs(page, belongings, tmp_path, monkeypatch)
     folder = shutil.copytree(belongings, tmp_path / "reader", symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    reader, failed = Reader(folder), []
+    names, failed = {}, []
     for snippet in (snippet for snippet in CODE if snippet.page == page):
         try:
-            reader.follow(snippet)
+            follow(snippet, names)
         except Exception as error:  # noqa: BLE001 - all that fail are told, each with its place
             failed.append(f"{snippet.where}\n{last_lines(error)}")
     if failed:

@@ -1,14 +1,16 @@
 """Numbers of the pages: measured ones stand in the shipped tables, counted ones are counted again."""
 
+import ast
 import csv
 import re
+from dataclasses import MISSING, fields
 
 import pytest
 from typer.testing import CliRunner
 
 from mhla_diffusers.benchmark.cases import choose_cases
 from mhla_diffusers.cli import app
-from mhla_diffusers.config import PROFILES, SparseConfig, load_patch
+from mhla_diffusers.config import KINDS, PROFILES, SparseConfig, load_patch
 from mhla_diffusers.families import families
 from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.patching.describe import steps_in_words
@@ -24,6 +26,17 @@ def rows_of(text):
     """The cells of every line of a table, by the first."""
     lines = [line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in cells] for cells in lines]
+
+
+def table_under(text, header):
+    """Rows of the first table whose header begins so."""
+    return rows_of(text[text.index(f"| {header}") :].partition("\n\n")[0])[2:]
+
+
+def measured(table, *keys):
+    """Rows of a table of studies/, by some of their columns."""
+    with (ROOT / "studies" / table).open() as file:
+        return {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
 
 
 def most_of(model):
@@ -101,31 +114,20 @@ def test_configurations_on_pages_are_accepted(tmp_path):
         assert TrainingConfig.from_yaml(file).steps
 
 
-REAL_WEIGHTS = ROOT / "studies/real_weights"
+CARRY = "density", "dense steps", "corrected", "cache"
 DENSITIES = ("2.5", "5.0", "10.0", "15.0", "25.0")
-UNTRAINED = {
-    "sparse, 15 %": "sparse 15.0%",
-    "sparse, 5 %": "sparse 5.0%",
-    "sparse, 2.5 %": "sparse 2.5%",
-}
-
-
-def table_under(text, header):
-    """Rows of the first table whose header begins so."""
-    return rows_of(text[text.index(f"| {header}") :].partition("\n\n")[0])[2:]
 
 
 def untrained(pixels):
-    with (REAL_WEIGHTS / f"untrained-{pixels}.csv").open() as file:
-        return {row["self-attention"]: row for row in csv.DictReader(file)}
+    return measured(f"real_weights/untrained-{pixels}.csv", "self-attention")
 
 
 def test_errors_on_real_weights_are_those_of_the_study():
-    measured = untrained(1036)
+    found = untrained(1036)
     rows = table_under((ROOT / "README.md").read_text(encoding="utf-8"), "self-attention | keys per query")
     assert len(rows) == 6
     for name, *cells in rows:
-        row = measured[UNTRAINED.get(name, name)]
+        row = found[re.sub(r"^sparse, ([\d.]+) %$", lambda match: f"sparse {float(match[1])}%", name),]
         for cell, column in zip(cells, ("cost", "features", "attention", "mask", "matches"), strict=True):
             part = 0.01 if cell.endswith("%") else 1.0
             number = cell.removesuffix(" %")
@@ -138,23 +140,21 @@ def test_errors_by_density_are_those_of_the_study():
     rows = table_under(RESULTS, "tokens (pixels)")
     assert len(rows) == 4
     for label, what, *errors in rows:
-        measured = untrained(label.partition("(")[2].removesuffix(")").replace(",", ""))
+        found = untrained(label.partition("(")[2].removesuffix(")").replace(",", ""))
         ending = "" if what == "sparse" else f", {what}"
-        expected = [float(measured[f"sparse {density}%{ending}"]["features"]) for density in DENSITIES]
+        expected = [float(found[f"sparse {density}%{ending}",]["features"]) for density in DENSITIES]
         assert [float(x) for x in errors] == pytest.approx(expected, abs=0.00051), (label, what)
 
 
 def test_dense_steps_and_caches_are_those_of_the_study():
-    keys = "density", "dense steps", "corrected", "cache"
-    with (ROOT / "studies/carry/wan-50.csv").open() as file:
-        measured = {tuple(row[key] for key in keys): row for row in csv.DictReader(file)}
+    found = measured("carry/wan-50.csv", *CARRY)
     rows = table_under(RESULTS, "density | dense steps |")
     assert len(rows) >= 8
     for density, dense, cache, cost, psnr, digits in rows:
         every, _, what = dense.removeprefix("every ").partition("th, ")
         fraction = "" if density == "softmax" else f"{float(density.removesuffix(' %')) / 100:g}"
         repeated = f"dense_first 1, dense_every {every}" if what else ""
-        row = measured[fraction, repeated, {"corrected": "yes", "dropped": "no", "": ""}[what], cache]
+        row = found[fraction, repeated, {"corrected": "yes", "dropped": "no", "": ""}[what], cache]
         assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
         assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
         assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
@@ -170,17 +170,28 @@ def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_
 
 
 def test_coarser_blocks_are_those_of_the_study():
-    def measured(name):
-        with (ROOT / f"studies/carry/{name}.csv").open() as file:
-            return {
-                (row["density"], row["dense steps"], row["corrected"]): row
-                for row in csv.DictReader(file)
-                if not row["cache"]
-            }
-
-    fine, coarse = measured("wan-50"), measured("wan-50-keys-16")
-    said = re.findall(r"(\d\d\.\d)\s+to\s+(\d\d\.\d)", RESULTS)
+    fine, coarse = (measured(f"carry/wan-50{ending}.csv", *CARRY) for ending in ("", "-keys-16"))
     tenth = "dense_first 1, dense_every 10"
-    rows = [("0.025", "", ""), ("0.15", "", ""), ("0.025", tenth, "yes"), ("0.05", tenth, "yes")]
+    rows = [("0.025", "", "", ""), ("0.15", "", "", ""), ("0.025", tenth, "yes", ""), ("0.05", tenth, "yes", "")]
     expected = [tuple(f"{float(table[row]['psnr']):.1f}" for table in (fine, coarse)) for row in rows]
-    assert not set(expected) - set(said)
+    assert not set(expected) - set(re.findall(r"(\d\d\.\d)\s+to\s+(\d\d\.\d)", RESULTS))
+
+
+def test_settings_hold_every_field_and_its_default():
+    """In the order of the code; sparse attention's default where two differ."""
+    found = {field.name: field for kind in reversed(KINDS) for field in fields(kind)}
+    names = list(dict.fromkeys(field.name for kind in KINDS for field in fields(kind)))
+    section = (ROOT / "docs/settings.md").read_text().split("\n## All settings\n")[1].split("\n#")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    rows = [line.strip("|").split("|", 2) for table in tables for line in table.splitlines()[2:]]
+    assert [name.strip(" `") for name, _, _ in rows] == names
+    for name, (_, cell, meaning) in zip(names, rows, strict=True):
+        default, cell = found[name].default, cell.strip()
+        assert meaning.strip(), name
+        if default is MISSING:
+            assert cell == "required", name
+        elif name == "blocks":  # a patch file needs them, and in Python the family has some
+            assert cell == "family's", name
+        else:
+            written = ast.literal_eval(cell.strip("`"))
+            assert (written, type(written)) == (default, type(default)), name

@@ -3,13 +3,13 @@
 import re
 
 import pytest
+from mkdocs.__main__ import cli
 
 import mhla_diffusers
 import mhla_diffusers.attention
 import mhla_diffusers.training
 from mhla_diffusers.evaluation import metrics
 
-from .running import build_pages
 from .snippets import PAGES, ROOT
 
 
@@ -18,9 +18,9 @@ def site(tmp_path_factory):
     """The pages, built as make docs builds them: a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        build_pages(["build", "--strict"])
-    return folder / "site"
+        patch.chdir(ROOT)
+        cli.main(["build", "--strict", "--quiet", "--site-dir", str(folder)], standalone_mode=False)
+    return folder
 
 
 def test_readme_is_short():

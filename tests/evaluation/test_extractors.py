@@ -1,5 +1,6 @@
 """Features of images: against clean-fid and torch-fidelity where they can be imported, and callables of one's own."""
 
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -94,4 +95,7 @@ def test_callables_of_the_current_folder_are_found_and_take_mixed_sizes(tmp_path
     (tmp_path / "features_here.py").write_text("def features(x):\n    return x.float().mean(dim=(2, 3))\n")
     folder = write_pictures(tmp_path / "pictures", 4)
     write_pictures(folder / "more", 2, size=12)
-    assert "samples: 6" in mhla("eval", "fid", folder, folder, "--extractor", "features_here:features").output
+    asked = ("--extractor", "features_here:features", "--output", "fid.json")
+    shown = mhla("eval", "fid", folder, folder, *asked).output
+    written = json.loads((tmp_path / "fid.json").read_text())
+    assert "samples: 6" in shown and f"fid: {written['fid']:.4f}" in shown

@@ -1,6 +1,4 @@
-"""Sets of images against each other, with features that need no weights."""
-
-import json
+"""Sets of images against each other, and the Fréchet distance of their features, which need no weights."""
 
 import numpy
 import pytest
@@ -11,7 +9,7 @@ from mhla_diffusers.evaluation.metrics import frechet_distance, moments
 from mhla_diffusers.generation.record import write_video
 
 from ..refusals import refused
-from .pictures import blocks, mhla, write_pictures, write_set
+from .pictures import blocks, write_pictures, write_set
 
 
 def measure(samples, reference, extractor=blocks):
@@ -89,17 +87,34 @@ def test_videos_go_through_the_same_extractor(tmp_path):
     assert measure(*folders, movement)["fid"] == pytest.approx(frechet_distance(*features))
 
 
-def test_command_reports_and_writes(folders, tmp_path):
-    extractor = "tests.evaluation.pictures:blocks"
-    ended = mhla("eval", "fid", *folders, "--extractor", extractor, "--output", tmp_path / "fid.json")
-    assert ended.exit_code == 0, ended.output
-    written = json.loads((tmp_path / "fid.json").read_text())
-    assert f"fid: {written['fid']:.4f}" in ended.output and written["samples"] == 80
-
-
 def test_folders_that_have_no_covariance_or_no_images_are_refused(tmp_path, folders):
     with refused("(1, 12)", "at least 2"):
         measure(write_pictures(tmp_path / "one", 1), folders[1])
+    with refused("4 and 5 channels"):
+        frechet_distance(torch.zeros(5, 4), torch.zeros(5, 5))
     for absent in ("absent", "."):
         with refused("no images in", error=FileNotFoundError):
             measure(folders[0] / "0000.png" / absent, folders[1])
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_frechet_distance_of_known_normals():
+    zero, one = (torch.zeros(3), torch.eye(3)), (torch.ones(3), 4 * torch.eye(3))
+    assert frechet_distance(zero, one) == frechet_distance(one, zero) == pytest.approx(6.0, rel=1e-12)
+    assert frechet_distance(one, one) == pytest.approx(0, abs=1e-12)
+    assert frechet_distance(torch.zeros(4, 2), torch.ones(4, 2)) == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("dimensions", "samples"), [(64, 1000), (256, 100)])
+def test_frechet_distance_agrees_with_the_matrix_square_root(dimensions, samples):
+    linalg = pytest.importorskip("scipy.linalg")
+    scale = torch.linspace(0.1, 2, dimensions, dtype=torch.float64)
+    first, second = normal(samples, dimensions) * scale, 0.5 + normal(samples, dimensions, seed=1)
+    (mean, covariance), (other_mean, other_covariance) = moments(first), moments(second)
+    root = linalg.sqrtm((covariance @ other_covariance).numpy())
+    shift = float((mean - other_mean).square().sum())
+    expected = shift + float(covariance.trace() + other_covariance.trace()) - 2 * numpy.trace(root).real
+    assert frechet_distance(first, second) == pytest.approx(expected, rel=1e-6)

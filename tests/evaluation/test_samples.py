@@ -49,19 +49,14 @@ def test_classes_are_those_of_the_model(tmp_path):
     assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
     assert [one.text for one in read_record(tmp_path / "out").samples] == [*map(str, range(10)), "0", "1"]
     assert "another set" in str(samples("classes", *asked, "--count", "3", "--seed", "1").exception)
-
-
-def test_classes_are_of_models_that_take_them(tmp_path):
-    refused = samples("classes", tmp_path, "--family", "sana", "--count", 12)
-    assert "sana takes text" in str(refused.exception)
+    assert "sana takes text" in str(samples("classes", tmp_path, "--family", "sana", "--count", 12).exception)
 
 
 def test_geneval_s_evaluator_finds_what_it_reads(tmp_path):
     for tag in ("colors", "counting"):
         (tmp_path / "metadata.jsonl").write_text(json.dumps({"tag": tag, "prompt": "a seven"}) + "\n")
-        made = samples(
-            *("geneval", tmp_path / "out", tmp_path / "metadata.jsonl", "--family", "dit", *FAST, "--batch-size", "4")
-        )
+        asked = (tmp_path / "out", tmp_path / "metadata.jsonl", "--family", "dit", *FAST, "--batch-size", "4")
+        made = samples("geneval", *asked)
         assert made.exit_code == 0, made.output
         assert json.loads((tmp_path / "out" / "00000" / "metadata.jsonl").read_text())["tag"] == tag
     assert len(list((tmp_path / "out" / "00000" / "samples").glob("000?.png"))) == 4

@@ -1,11 +1,13 @@
-"""VBench's suite, totals and commands."""
+"""VBench's suite, totals and commands; GenEval's prompts and score."""
 
 import json
 import shlex
 
 import pytest
 
+from mhla_diffusers.evaluation.geneval import geneval_samples, geneval_score
 from mhla_diffusers.evaluation.vbench import DIMENSIONS, read_results, suite_videos, total_scores
+from mhla_diffusers.generation.record import Sample
 
 from ..refusals import refused
 from .pictures import mhla
@@ -122,3 +124,37 @@ def test_missing_videos_and_unknown_dimensions_are_named(given, tmp_path):
         (("--flickering", tmp_path, "--dimension", "temporal_flickering"), "temporal_flickering prompt-0.mp4"),
     ):
         assert named in str(mhla("eval", "vbench", folder, "--suite", suite, *more).exception)
+
+
+RIGHT = {"single_object": (3, 3), "two_object": (1, 2), "counting": (0, 5), "colors": (1, 1)}
+RIGHT |= {"position": (1, 4), "color_attr": (1, 4)}
+LINES = [
+    {"tag": tag, "correct": number < good, "filename": f"{tag}{number}"}
+    for tag, (good, total) in RIGHT.items()
+    for number in range(total)
+]
+
+
+def write_lines(folder, lines):
+    (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder / "results.jsonl"
+
+
+def test_prompts_are_laid_out_as_the_evaluator_reads_them():
+    samples = geneval_samples([{"tag": "counting", "prompt": f"{n} dogs"} for n in (2, 3)])
+    assert len(samples) == 8
+    assert samples[5] == Sample("00001/samples/0001.png", "3 dogs")
+
+
+def test_geneval_score_is_the_mean_of_six_tags(tmp_path):
+    scores = geneval_score(write_lines(tmp_path, LINES))
+    assert scores["two_object"] == 0.5
+    assert scores["overall"] == pytest.approx((1 + 0.5 + 0 + 1 + 0.25 + 0.25) / 6)
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [(LINES[:4], "counting, colors, position, color_attr"), ([*LINES, LINES[4]], "'two_object1'")],
+)
+def test_results_that_are_not_of_one_whole_run_are_refused(tmp_path, lines, named):
+    assert named in str(mhla("eval", "geneval", write_lines(tmp_path, lines)).exception)
