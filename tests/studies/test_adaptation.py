@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mhla_diffusers import MHLAConfig
-from mhla_diffusers.patching import is_patched
 from mhla_diffusers.tiny import load_tiny
 from mhla_diffusers.training import TrainingConfig
 from studies.adaptation.adaptation import DIFFUSION, Adaptation, held_out_curve, load_variant, runs_of, variants
@@ -15,16 +14,11 @@ from studies.adaptation.digits import TINY
 from ..scripts import CONFIGS
 
 MHLA = MHLAConfig(blocks=(4, 4))
-HELD_OUT = 3
 UPDATE = {"steps": 1, "learning_rate": 5e-4, "trainable": "all", "objectives": DIFFUSION}
 
 
-@pytest.fixture(scope="module")
-def adaptation():
-    return Adaptation(TINY["dit"], 16, HELD_OUT)
-
-
-def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(adaptation, tmp_path):
+def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(tmp_path):
+    adaptation = Adaptation(TINY["dit"], 16, 3)
     pipe = adaptation.patched(MHLA)
     before = adaptation.held_out_losses(pipe)
     adaptation.adapt(pipe, (UPDATE, UPDATE), tmp_path)
@@ -33,13 +27,6 @@ def test_curve_begins_with_the_patched_model_and_ends_with_the_adapted_one(adapt
     assert [step for step, _ in curve] == [0, 1, 2]
     assert [curve[0][1], curve[-1][1]] == pytest.approx([fmean(before), fmean(after)], rel=1e-6)
     assert not pipe.transformer.training
-
-
-def test_unpatched_pipeline_trains_on(adaptation, tmp_path):
-    pipe = adaptation.patched(None)
-    assert not is_patched(pipe)
-    adaptation.adapt(pipe, (UPDATE,), tmp_path)
-    assert (tmp_path / "result" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("name", TINY)

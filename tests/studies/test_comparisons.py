@@ -82,3 +82,27 @@ def test_gap_is_that_between_linear_attention_and_the_control(tmp_path, monkeypa
     run_script(script, monkeypatch, "gap", tmp_path / "seed-0", tmp_path / "seed-1", "--output", tmp_path)
     mhla = (tmp_path / "gap.md").read_text().splitlines()[-1]
     assert mhla.startswith("| MHLA | 2.5000 ± 0.7071 |") and "62.5 ± 17.7 %" in mhla
+
+
+@pytest.mark.slow
+def test_costs_of_residuals_are_counted_and_finished_rows_are_kept(monkeypatch, tmp_path):
+    script = load_script("studies/carry/carry.py", monkeypatch)
+    dense = {"dense_first": 1, "dense_every": 10}
+    rows = [script.Row(0.05, dense), script.Row(0.05, dense | {"correct": False}), script.Row(0.05)]
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    monkeypatch.setattr(script, "rows_of", lambda steps: rows)
+    asked = ("--family", "dit", "--steps", 20, "--scenes", 2)
+    run_script(script, monkeypatch, *asked)
+    with (tmp_path / "dit-20.csv").open() as file:
+        found = {tuple(row[name] for name in list(row)[:4]): row for row in csv.DictReader(file)}
+    assert list(found) == [("", "", "", ""), *(row.name for row in rows)]
+    unpatched, corrected, dropped, alone = found.values()
+    sparse = 0.05 + script.POOLED
+    # of twenty steps two are dense, and the second one measures a residual too, as its own steps are still to come
+    assert float(corrected["cost"]) == pytest.approx(0.1 * (1 + sparse) + 0.9 * sparse, abs=6e-4)
+    assert float(dropped["cost"]) == pytest.approx(0.1 + 0.9 * sparse, abs=6e-4)
+    assert float(alone["cost"]) == pytest.approx(sparse, abs=6e-4)
+    assert float(unpatched["psnr"]) == 100 and float(unpatched["cost"]) == 1
+    before = (tmp_path / "dit-20.csv").read_text()
+    run_script(script, monkeypatch, *asked)
+    assert (tmp_path / "dit-20.csv").read_text() == before

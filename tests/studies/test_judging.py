@@ -1,4 +1,4 @@
-"""Digits that are generated are judged by the classifier of the studies."""
+"""Scenes of digits, and the classifier of the studies that judges those that are generated."""
 
 import random
 
@@ -6,10 +6,45 @@ import pytest
 import torch
 
 from mhla_diffusers.tiny import load_tiny
-from studies.adaptation.digits import TINY, Scene, load_digits, parse_caption
+from studies.adaptation.digits import FRAMES, MOTIONS, TINY, Scene, load_digits, locate, parse_caption
 from studies.adaptation.judging import Yardstick, digit_shown, generate_scenes, load_classifier, picture_features
 
 from ..refusals import refused
+
+
+def test_splits_are_disjoint_and_complete():
+    train, held_out = load_digits("train"), load_digits("held-out")
+    assert len(train.labels) + len(held_out.labels) == 1797
+    assert len(held_out.labels) == 360
+    assert set(held_out.labels.tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize("tiny", TINY.values(), ids=TINY)
+def test_a_scene_is_a_function_of_its_seed_and_read_as_its_prompt_says(tiny):
+    digits, chance = load_digits("train"), random.Random(3)
+    scene = tiny.random_scene(chance)
+    first, again, other = (tiny.draw(scene, digits, seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.shape == (FRAMES if tiny.is_video else 1, tiny.picture_size, tiny.picture_size)
+    assert first.min() >= 0 and first.max() <= 1
+    for scene in (tiny.random_scene(chance) for _ in range(30)):
+        assert tiny.scene(tiny.prompt(scene)) == scene
+        assert 1 <= len(scene.labels) <= tiny.most_digits
+
+
+@pytest.mark.parametrize("motion", MOTIONS)
+def test_digits_move_as_the_caption_says_and_stay_in_their_fields(motion):
+    scene = Scene((5, 2), motion)
+    clip = TINY["wan"].draw(scene, load_digits("train"), seed=4)
+    for field in scene.fields(64):
+        centre = locate(clip, field)
+        moved = centre[-1] - centre[0]
+        if motion == "bouncing":
+            assert centre.diff(dim=0).norm(dim=1).mean() > 1
+        else:
+            axis, sign = {"up": (0, -1), "down": (0, 1), "left": (1, -1), "right": (1, 1)}[motion]
+            assert sign * moved[axis] > 10 and moved[1 - axis].abs() < 2
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -1,5 +1,7 @@
 """Attention matrices, their rank and entropy."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
@@ -15,23 +17,18 @@ from .. import models
 def attended(model, call):
     """What every self-attention hands to its output projection: name → (B, H, N, D), and its value in that shape."""
     found, values = {}, {}
-    handles = []
-    for name, attn in get_family(model).self_attentions(model).items():
+    with ExitStack() as hooks, torch.no_grad():
+        for name, attn in get_family(model).self_attentions(model).items():
 
-        def note(_, args, name=name, attn=attn):
-            found[name] = args[0].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            def note(_, args, name=name, attn=attn):
+                found[name] = args[0].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
 
-        def note_value(_, args, kwargs, name=name, attn=attn):
-            values[name] = project_tokens(attn, (args or [kwargs["hidden_states"]])[0])[2].transpose(1, 2)
+            def note_value(_, args, kwargs, name=name, attn=attn):
+                values[name] = project_tokens(attn, (args or [kwargs["hidden_states"]])[0])[2].transpose(1, 2)
 
-        handles += [
-            attn.to_out[0].register_forward_pre_hook(note),
-            attn.register_forward_pre_hook(note_value, with_kwargs=True),
-        ]
-    with torch.no_grad():
+            hooks.enter_context(attn.to_out[0].register_forward_pre_hook(note))
+            hooks.enter_context(attn.register_forward_pre_hook(note_value, with_kwargs=True))
         call.predict(model)
-    for handle in handles:
-        handle.remove()
     return found, values
 
 
@@ -42,7 +39,6 @@ PATCHES = {
     "no normaliser": {"normalize": False, "output_norm": True},
     "sparse": {"density": 0.2, "block_size": 8},
     "sparse, means": {"density": 0.2, "block_size": 8, "far": "means", "order": "curve"},
-    "sparse, all pairs": {"density": 1.0},
 }
 
 

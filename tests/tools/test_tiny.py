@@ -90,14 +90,6 @@ def test_a_recipe_builds_what_is_shipped(making, family):
     assert tokenizer.decode(tokenizer("zwölf 🙂").input_ids, skip_special_tokens=True).strip() == "zwölf 🙂"
 
 
-def test_clips_are_cut_side_by_side(making):
-    data = adaptation.digit_latents(load_tiny("wan"), TINY["wan"], samples=1, held_out=1)
-    pieces = making.cut_clips(data, frames=4, held_out=1)
-    assert len(pieces) == 3
-    assert torch.equal(pieces[1]["latents"], data[0]["latents"][:, 4:8])
-    assert torch.equal(pieces[2]["latents"], data[1]["latents"][:, :4])
-
-
 def test_the_classifier_that_ships_reaches_its_target(making):
     crops, labels = making.real_crops(load_digits("held-out"), seed=1)
     with torch.no_grad():
