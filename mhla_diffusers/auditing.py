@@ -73,8 +73,7 @@ class Audit:
     """Relative squared change of the transformer's output by the whole patch, where it is enabled."""
 
     def __str__(self) -> str:
-        has_lists = any(layer.density is not None for layer in self.layers)
-        header = ["layer", "error", "worst head", *(("density", "mass kept") if has_lists else ()), "moves"]
+        header = ["layer", "error", "worst head", "density", "mass kept", "moves"]
         rows = []
         for layer in self.layers:
             worst = int(layer.errors_of_heads.argmax())
@@ -82,7 +81,7 @@ class Audit:
             row = [layer.name, "dense", "-"]
             if not math.isnan(layer.error):
                 row[1:] = f"{layer.error:.1%}", f"{worst}: {layer.errors_of_heads[worst]:.1%}"
-            rows.append([*row, *(kept if has_lists else ()), f"{math.sqrt(layer.moves):.1%}"])
+            rows.append([*row, *kept, f"{math.sqrt(layer.moves):.1%}"])
         errors = torch.stack([layer.errors.sum(dim=1) for layer in self.layers]).sum(dim=0)
         squares = torch.stack([layer.squares.sum(dim=1) for layer in self.layers]).sum(dim=0)
         relative = enumerate((errors / squares).sqrt().tolist(), 1)

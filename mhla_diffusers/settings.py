@@ -1,7 +1,7 @@
 """Settings: frozen dataclasses of pydantic, made from keywords, mappings or YAML, with errors of one sentence.
 
 An error names the field by its path, such as ``validation.every``, its value and what is allowed; of an unknown name
-the nearest ones; of a file the line.
+the nearest ones; of a file its path.
 """
 
 import re
@@ -93,7 +93,7 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
     """Read settings from the text of a YAML file; ``source`` is its path.
 
     ``overrides`` are ``key=value`` with dotted keys, for example ``validation.every=100``; values are YAML. ValueError,
-    which names the file with the line or the override, for malformed YAML or settings that are not allowed.
+    which names the file, and the override, for malformed YAML or settings that are not allowed.
     """
     content = parse_yaml(text, str(source))
     changed = {_set(content, override): override for override in overrides if isinstance(content, dict)}
@@ -102,7 +102,7 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
     except ValidationError as error:
         path, said = _explain(error, content)
         blamed = [override for key, override in changed.items() if key[: len(path)] == path[: len(key)]]
-        place = f" with {', '.join(blamed)}" if blamed else f", line {_line_of(text, path)}" if path else ""
+        place = f" with {', '.join(blamed)}" if blamed else ""
         raise ValueError(f"{source}{place}: {said}") from None
 
 
@@ -176,22 +176,6 @@ def parse_yaml(text: str, source: str) -> Any:
         return loader.get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {error}") from error
-
-
-def _line_of(text: str, path: Sequence[str | int]) -> int:
-    """Return the line, from 1, of the value at a path in valid YAML, or of the innermost mapping or list around it."""
-    import yaml
-
-    node, line = yaml.compose(text, yaml.SafeLoader), 1
-    for name in path:
-        pairs: Any = node.value if isinstance(node, yaml.CollectionNode) else ()
-        if isinstance(node, yaml.SequenceNode):
-            pairs = [(yaml.ScalarNode("", index, one.start_mark), one) for index, one in enumerate(node.value)]
-        found = next(((key, value) for key, value in pairs if key.value == name), None)
-        if found is None:
-            break
-        line, node = found[0].start_mark.line + 1, found[1]
-    return line
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -141,14 +141,6 @@ def test_a_compiled_model_is_audited():
     assert [layer.error for layer in found.layers] == [layer.error for layer in expected.layers]
 
 
-def test_the_table_says_what_was_measured():
-    _, found = audited("dit", **SPARSE, density=0.1)
-    for layer, row in zip(found.layers, str(found).splitlines()[1:], strict=False):
-        worst = f"{layer.errors_of_heads.argmax()}: {layer.errors_of_heads.max():.1%}"
-        cells = [layer.name, f"{layer.error:.1%}", worst, f"{layer.density:.1%}", f"{layer.mass_kept:.1%}"]
-        assert row.split() == " ".join([*cells, f"{layer.moves**0.5:.1%}"]).split()
-
-
 def test_what_cannot_be_audited_is_refused():
     with refused("not patched"):
         mhla.audit(models.wan(), lambda: None)

@@ -6,12 +6,7 @@ import torch
 from mhla_diffusers.devices import choose_device, launched_on_cpus
 
 
-def test_devices_that_are_here():
-    assert choose_device("cpu") == torch.device("cpu")
-    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.mark.parametrize("name", ["tpu9", "", "meta", "cuda:99", "xpu:7"])
+@pytest.mark.parametrize("name", ["tpu9", "", "meta", "cuda:99"])
 def test_device_that_is_not_here_is_refused_with_those_that_are(name):
     with pytest.raises(ValueError, match=f"device='{name}'.* cpu"):
         choose_device(name)

@@ -10,10 +10,8 @@ import torch
 from mhla_diffusers import load_mhla, save_mhla
 from mhla_diffusers.files import write_json, write_tensors, write_text, write_whole_folder
 from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
-from mhla_diffusers.tiny import pipeline_folder
 
 from . import models
-from .evaluation.pictures import mhla
 from .refusals import refused
 
 FAST = {"num_inference_steps": 1}
@@ -62,16 +60,6 @@ def test_patch_that_was_saved_before_stays(tmp_path):
         save_mhla(model, tmp_path, weights="all")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     load_mhla(models.wan(), tmp_path)
-
-
-def test_synthesized_latents(tmp_path):
-    (tmp_path / "prompts.txt").write_text("seven\n")
-    asked = ("--model", pipeline_folder("dit"), "--prompts", tmp_path / "prompts.txt", "--output", tmp_path / "latents")
-    asked += ("--size", "64x64", "--steps", "1", "--precision", "no", "--device", "cpu")
-    with full_disk():
-        ended = mhla("synthesize", *asked)
-    assert isinstance(ended.exception, OSError)
-    assert "Cannot write" in str(ended.exception) and "00000000.safetensors" in str(ended.exception)
 
 
 @pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])

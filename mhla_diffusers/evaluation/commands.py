@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..files import check_unique, read_json, read_json_lines, write_json
-from ..generation.names import expand_options, patch_options, pipeline_options
+from ..files import read_json, read_json_lines, write_json
+from ..generation.names import expand_options, parse_settings, patch_options, pipeline_options
 from ..generation.record import Sample
 from ..reporting import progress, text_table
 from .geneval import geneval_samples, geneval_score, write_geneval_metadata
@@ -123,13 +123,7 @@ def compare_variants(
     from .extractors import load_callable
 
     read_variants(sets)  # before a model is asked of the Hub
-    scores: dict[str, SampleScore] = {}
-    check_unique([text.partition("=")[0] for text in score or ()], "--score")
-    for text in score or ():
-        name, separator, place = text.partition("=")
-        if not separator:
-            raise ValueError(f"--score {text!r} must look like NAME=package.module:callable.")
-        scores[name] = load_callable(place)
+    scores: dict[str, SampleScore] = {x: load_callable(str(y)) for x, y in parse_settings(score or ()).items()}
     if clip_model is not None:
         scores["clip_score"] = ClipScorer(clip_model, device)
     similarities, missing = load_similarities(device) if similarity else ({}, [])

@@ -38,8 +38,7 @@ def generate_command(
     rows: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts or ()]
     rows += read_prompts(prompt_file) if prompt_file is not None else ()
     if not rows:
-        example = "seven" if calling.prompts_are_classes else '"a seven moving left"'
-        raise ValueError(f"No prompt: type mhla generate {family} {example}, or give --prompt-file FILE.")
+        raise ValueError(f"No prompt: type mhla generate {family} PROMPT, or give --prompt-file FILE.")
     images = [own or image for _, own in rows]
     samples = plan_samples([prompt for prompt, _ in rows], calling.suffix, seeds or (0,), images)
     folder = output or Path("outputs", family)

@@ -34,7 +34,7 @@ def read_prompts(path: Path) -> tuple[tuple[str, Path | None], ...]:
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse ``key=value`` arguments of the pipeline's call, each given once; values are YAML."""
+    """Parse ``key=value`` arguments, such as those of the pipeline's call, each given once; values are YAML."""
     settings = dict(map(parse_assignment, texts))
     check_unique([text.partition("=")[0] for text in texts], "The setting")
     return settings

@@ -44,21 +44,17 @@ def tune_command(
     pipe = choice.load(texts)
     call = dict(choice.known_arguments)
     steps = call.pop("num_inference_steps", USUAL_STEPS)
-    try:
-        tuned = tune(
-            pipe,
-            lambda prompt: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)])[0],
-            texts,
-            output or Path("outputs/tune", Path(name).name),
-            psnr=psnr,
-            speedup=speedup,
-            minutes=minutes,
-            steps=steps,
-            settings={"model": name, **call, "dtype": choice.dtype, "seed": seed},
-        )
-    except KeyboardInterrupt:
-        typer.echo("Stopped. Repeat the command to resume.", err=True)
-        raise
+    tuned = tune(
+        pipe,
+        lambda prompt: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)])[0],
+        texts,
+        output or Path("outputs/tune", Path(name).name),
+        psnr=psnr,
+        speedup=speedup,
+        minutes=minutes,
+        steps=steps,
+        settings={"model": name, **call, "dtype": choice.dtype, "seed": seed},
+    )
     typer.echo(f"Wrote {tuned.file.with_name('tune.html')}")
     if tuned.best.speedup < 1:
         typer.echo("Slower than unpatched: leave the patch off at this size.")

@@ -22,15 +22,7 @@ from ..benchmark.pipeline import frames_of, patched
 from ..config import USUAL_STEPS, Patch, SparseConfig
 from ..errors import check
 from ..families import get_family
-from ..files import (
-    folder_for_results,
-    read_json,
-    read_json_lines,
-    visible_files,
-    write_json,
-    write_tensors,
-    write_text,
-)
+from ..files import folder_for_results, read_json, read_json_lines, write_json, write_tensors, write_text
 from ..generation.similarity import Similarity, load_similarities
 from ..patching import find_transformers, is_patched
 from ..reporting import progress
@@ -121,8 +113,6 @@ def tune(
 def _read_run(folder: Path, record: Mapping[str, Any]) -> list[Trial]:
     """Read the trials of a run folder, at first the unpatched pipeline's alone; ValueError for another run's."""
     file, lines = folder / "settings.json", folder / "candidates.jsonl"
-    foreign = None if file.is_file() else next(iter(visible_files(folder)), None)
-    check(foreign is None, f"{folder} has files that no tuning run wrote, such as {foreign}; choose another folder.")
     if not lines.is_file():  # nothing was measured before
         write_json(record, file)
         return [Trial(Candidate())]

@@ -117,6 +117,6 @@ def test_command(tmp_path, monkeypatch):
     written = json.loads((tmp_path / "compared.json").read_text())["variants"]["MHLA"]
     assert set(written["differences"]) == {"brightness"}
     assert written["scores"]["psnr"]["value"] == pytest.approx(20 * math.log10(255 / 10), abs=0.1)
-    for given, named in ((("a=x:y", "a=x:z"), "'a' is given twice"), ((PLUG, "a=x:y"), "must look like NAME=")):
+    for given, named in ((("a=x:y", "a=x:z"), "'a' is given twice"), ((PLUG, "a=x:y"), "must look like key=value")):
         ended = mhla("eval", "compare", *sets, "--score", given[0], "--score", given[1])
         assert named in str(ended.exception)

@@ -48,9 +48,9 @@ def test_suite_has_as_many_videos_as_it_should():
     assert "videos/a still frame, 0-24.mp4" in all_names - names
 
 
-def write_results(folder, row="CogVideoX-5B"):
+def write_results(folder):
     folder.mkdir()
-    for name, score in published_scores(row).items():
+    for name, score in published_scores("CogVideoX-5B").items():
         (folder / f"{name}_eval_results.json").write_text(json.dumps({name: [score, [{"video_path": "x"}]]}))
     return folder
 
@@ -96,17 +96,14 @@ def given(tmp_path):
     return folder, suite
 
 
-def test_commands_are_printed(given):
+def test_commands_are_printed(given, tmp_path):
     folder, suite = given
     lines = [shlex.split(line) for line in mhla("eval", "vbench", folder, "--suite", suite).output.splitlines()]
     assert [line[:4] for line in lines] == [["vbench", "evaluate", "--dimension", name] for name in DIMENSIONS]
     assert str(folder / "videos") in lines[0]
     # VBench hands its line to a shell, with quotes around the videos alone
     assert shlex.split(lines[0][lines[0].index("--full_json_dir") + 1]) == [str(suite)]
-
-
-def test_flickering_is_evaluated_on_what_the_static_filter_has_left(given, tmp_path):
-    folder, suite = given
+    # flickering is evaluated on what the static filter has left
     filtered = tmp_path / "filtered_videos"
     filtered.mkdir()
     (filtered / "temporal_flickering prompt-0.mp4").touch()
