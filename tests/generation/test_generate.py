@@ -136,8 +136,7 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
     ("arguments", "message"),
     [
         (("stable-cascade", "x"), "Unknown family 'stable-cascade'; "),
-        (("dit",), "mhla generate dit seven"),
-        (("wan",), 'mhla generate wan PROMPT'),
+        (("wan",), "mhla generate wan PROMPT"),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
         (("dit", "seven", "--patch", "nope"), "Unknown patch 'nope'"),
         (("dit", "3", "--patch", "me/nowhere"), "me/nowhere"),
