@@ -1,5 +1,6 @@
 """Processes on gloo that stay, so that many tests can run something in all of them."""
 
+import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 
-from .forking import CONTEXT
+# forked from a process that has imported everything, so that they start at once
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class Processes:

@@ -43,16 +43,9 @@ SPARSE, MHLA = {"density": 0.1}, {"blocks": (2, 2)}
 CAUSAL = MHLA | {"block_length": 2}
 REFUSED = [
     # settings, offending value
-    (
-        {"layers": None, "density": None, "blocks": None},
-        "density, blocks .* sparse attention has no blocks",
-    ),  # of two kinds
-    (
-        {"blocks": None, "convolution": None, "block_length": None},
-        "convolution, block_length .* MHLA has no block_length",
-    ),
+    ({"density": None, "blocks": None}, "density, blocks .* sparse attention has no blocks"),  # of two kinds
+    ({"blocks": None, "convolution": None, "block_length": None}, "convolution, .* MHLA has no block_length"),
     ({"blocks": None}, "needs blocks"),
-    ({"blocks": ()}, "needs blocks"),
     ({"feature_map": "relu"}, "needs blocks"),
     ({"blocks": (1, 1, 1, 1)}, r"blocks=\(1, 1, 1, 1\)"),
     ({"blocks": (0, 2)}, r"blocks=\(0, 2\)"),

@@ -1,4 +1,4 @@
-"""Every command and every Python snippet of the README and the pages, run as a reader would run them.
+"""Every command and every Python snippet of the README, the pages and the notebook, run as a reader would run them.
 
 What is run in place of what takes a download, a GPU or hours is one table, ``SUBSTITUTIONS``; what is not run at all
 another, ``ONLY_CHECKED``, with the reasons; both in ``running.py``.
@@ -23,6 +23,7 @@ from mhla_diffusers.tiny import load_tiny
 
 from .. import models
 from ..families.cogview3plus_tiny import save_cogview3plus
+from ..scripts import load_script
 from ..test_convert_paper_checkpoint import paper_checkpoint
 from .running import ONLY_CHECKED, SUBSTITUTIONS, check, follow
 from .snippets import PAGES, ROOT, snippets
@@ -135,3 +136,26 @@ def test_what_is_replaced_or_left_out_stands_in_the_pages():
             text, count = re.subn(pattern, replacement, text)
             used |= {pattern} if count else set()
     assert [pattern for pattern, _ in SUBSTITUTIONS if pattern not in used] == []
+
+
+def test_notebook_tells_what_is_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script, names = load_script("tools/run_notebook.py", monkeypatch), {}
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    shown = {cell["id"]: script.run("".join(cell["source"]), names) for cell in code}
+    for cell in code:  # numbers differ a little from one machine to another
+        (kept,) = cell["outputs"]
+        now = script.output_of(shown[cell["id"]])
+        texts = [re.sub(r"[\d.,]+", "#", one["data"]["text/plain"]) for one in (kept, now)]
+        assert texts[0] == texts[1] and kept["data"].keys() == now["data"].keys(), "run tools/run_notebook.py"
+    moved = {name: names["moved"](names[name]) for name in ("softmax", "linear", "sparse")}
+    # "fall apart", "the digits are back", and adapting helps
+    assert moved["softmax"] == 0 and moved["linear"] > 0.05 > 0.02 > moved["sparse"] > 0
+    adapted, adapted_sparse = map(float, shown["adapted"])
+    assert moved["linear"] > 1.5 * adapted > 2 * adapted_sparse > 0
+    assert "6.2% of the pairs of 32 blocks" in str(shown["sparse-description"])
+    assert "4 of 4 self-attentions replaced" in str(shown["patch"])
+    assert shown["mixing"].argmax() == 5
+    assert shown["save"] is True and shown["remove"] is True
+    assert shown["open"].size == (256, 64)

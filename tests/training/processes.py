@@ -9,7 +9,7 @@ from multiprocessing.process import BaseProcess
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import TrainingConfig, train
 
-from ..forking import CONTEXT
+from ..processes import CONTEXT
 from .models import tiny_wan, wan_data
 
 
