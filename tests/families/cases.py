@@ -623,10 +623,9 @@ _KANDINSKY_TEXT = _encoded(
     prompt_embeds_clip=drawer(1, seed=6)(12),
     prompt_cu_seqlens=torch.tensor([0, TEXT_TOKENS]),
 )
-_KANDINSKY6_TEXT = {
-    **{f"{kind}prompt_embeds": x for kind, x in zip(("", "negative_"), drawer(2, 5)(1, TEXT_TOKENS, 16), strict=True)},
-    **{f"{kind}prompt_embeds": x for kind, x in zip(("pooled_", "negative_pooled_"), drawer(2, 6)(1, 12), strict=True)},
-}
+_KANDINSKY6_TEXT = _encoded(
+    prompt_embeds=drawer(1, seed=5)(TEXT_TOKENS, 16), pooled_prompt_embeds=drawer(1, seed=6)(12)
+)
 # Names of attentions
 _JOINT, _WAN_LAYERS, _FOUR = _layers(3, "transformer_blocks.{}.attn"), _layers(3, "blocks.{}.attn1"), _layers(4)
 _OF_ONE_STREAM, _FOUR_BLOCKS = _layers(2, "single_transformer_blocks.{}.attn"), _layers(4, "blocks.{}.attn1")
