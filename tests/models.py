@@ -36,11 +36,8 @@ def seeded(cls: type, seed: int = 0, noise: float = 0.15, **config: Any) -> Any:
 def wan(cls: type = WanTransformer3DModel, **config: Any) -> Any:
     """Wan 2.1 text-to-video, four layers, unless the arguments of the class say otherwise."""
     settings = {
-        "patch_size": (1, 2, 2),
         "num_attention_heads": 2,
         "attention_head_dim": 12,
-        "in_channels": 16,
-        "out_channels": 16,
         "text_dim": 32,
         "freq_dim": 16,
         "ffn_dim": 32,
@@ -92,11 +89,9 @@ def dit(**config: Any) -> DiTTransformer2DModel:
     settings = {
         "num_attention_heads": 2,
         "attention_head_dim": 12,
-        "in_channels": 4,
         "out_channels": 8,
         "num_layers": 4,
         "sample_size": 16,
-        "num_embeds_ada_norm": 1000,
     }
     return seeded(DiTTransformer2DModel, **(settings | config))
 

@@ -47,13 +47,7 @@ def wan_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **c
     transformer = transformer or wan()
     width = transformer.config.text_dim
     encoder = UMT5Config(vocab_size=16, d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=4)
-    settings = {
-        "base_dim": 3,
-        "z_dim": 16,
-        "dim_mult": [1, 1, 1, 1],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True, True],
-    }
+    settings = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     parts = {
         "transformer": transformer,
         "tokenizer": word_tokenizer(),
@@ -76,7 +70,6 @@ def dit_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **c
         "up_block_types": ("UpDecoderBlock2D",) * 2,
         "block_out_channels": (8, 8),
         "norm_num_groups": 4,
-        "latent_channels": 4,
     }
     parts = {
         "transformer": transformer or dit(),
@@ -98,7 +91,6 @@ def sana_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **
         num_hidden_layers=1,
     )
     settings = {
-        "in_channels": 3,
         "latent_channels": 4,
         "attention_head_dim": 2,
         "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
