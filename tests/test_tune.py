@@ -137,7 +137,7 @@ def search(target, judge, steps=50):
     trials, chosen = [], Search(target, steps, depth=30)
     while (candidate := chosen.next_candidate(trials)) is not None:
         psnr, speedup = judge(chosen.cost(candidate))
-        clip = {"psnr": psnr, "worst_psnr": psnr, "seconds": 1.0}
+        clip = {"psnr": psnr, "seconds": 1.0}
         trials.append(Trial(candidate, [clip], speedup=speedup))
         assert len(trials) < 60
     return trials

@@ -66,8 +66,7 @@ class Trial:
 
     candidate: Candidate
     clips: list[dict[str, float]] = field(default_factory=list)
-    """For each prompt judged: seconds, psnr, worst_psnr of a frame, ssim, and lpips where installed; means over frames.
-    """
+    """For each prompt judged: seconds, psnr, ssim, and lpips where installed; means over frames."""
     failed: str = ""
     """Why it cannot run."""
     speedup: float = 1.0
@@ -86,11 +85,6 @@ class Trial:
     def worst_clip(self) -> float:
         """Lowest PSNR of a clip in dB."""
         return min(clip["psnr"] for clip in self.clips)
-
-    @property
-    def worst_frame(self) -> float:
-        """Lowest PSNR of a frame in dB."""
-        return min(clip["worst_psnr"] for clip in self.clips)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def write_strip(frames: torch.Tensor, file: Path) -> None:
 
 def write_page(tuned: Tuned, record: Mapping[str, Any], file: Path) -> None:
     """Write every candidate, in the order of its trial, as an HTML page."""
-    header = ("candidate", "PSNR, dB", "worst clip", "worst frame", "SSIM", "LPIPS", "s a clip", "speedup", "prompts")
+    header = ("candidate", "PSNR, dB", "worst clip", "SSIM", "LPIPS", "s a clip", "speedup", "prompts")
     rows = [_cells(number, trial) for number, trial in enumerate(tuned.trials)]
     used = [column for column in range(len(header)) if any(row[column] for row in rows)]
     shown = [
@@ -67,9 +67,9 @@ def _image(file: Path) -> str:
 def _cells(number: int, trial: Trial) -> list[str]:
     """Return the cells of a candidate; what does not apply is empty."""
     if not trial.clips:
-        return [f"{number}: {trial.candidate.name} failed: {trial.failed}", *[""] * 8]
+        return [f"{number}: {trial.candidate.name} failed: {trial.failed}", *[""] * 7]
     means = [trial.mean("ssim"), trial.mean("lpips")]
-    judged = [f"{value:.1f}" for value in (trial.psnr, trial.worst_clip, trial.worst_frame)]
+    judged = [f"{value:.1f}" for value in (trial.psnr, trial.worst_clip)]
     judged += ["" if math.isnan(value) else f"{value:.3f}" for value in means]
     times = [f"{trial.mean('seconds'):.3g}", f"{trial.speedup:.2f}x", str(len(trial.clips))]
     return [f"{number}: {trial.candidate.name}", *(judged if number else [""] * len(judged)), *times]

@@ -174,8 +174,7 @@ def _judge(
         write_tensors({"frames": frames.contiguous()}, file)
     reference = load_file(file)["frames"]
     values = {name: measure(frames, reference) for name, measure in measures.items()}
-    found = {"seconds": seconds, "worst_psnr": values["psnr"].min().item()}
-    found |= {name: value.mean().item() for name, value in values.items()}
+    found = {"seconds": seconds, **{name: value.mean().item() for name, value in values.items()}}
     if not index:
         write_strip(frames, folder / "strips" / f"{tuned.trials.index(trial)}.png")
     trial.clips.append(found)
