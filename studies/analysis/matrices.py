@@ -12,7 +12,7 @@ from mhla_diffusers.attention.rope import rotated
 from mhla_diffusers.auditing import TransformerCall
 from mhla_diffusers.config import SparseConfig
 from mhla_diffusers.errors import check_names
-from mhla_diffusers.families import AttentionInputs, get_family
+from mhla_diffusers.families import AttentionInputs, get_family, named_arguments
 from mhla_diffusers.patching import find_patched
 
 RANK_TOLERANCE = 1e-4
@@ -34,19 +34,18 @@ def each_attention_matrix(
     check_names(chosen, list(attentions), "self-attention")
     if family.mhla is None:
         raise ValueError(f"{family.name!r} has no explicit attention matrix here; use SANA, DiT or Wan.")
-    inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    inputs: dict[str, dict[str, Any]] = {}
     with ExitStack() as hooks:
         for name in chosen:
 
-            def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                inputs[name] = args, kwargs
+            def note(attn: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+                inputs[name] = named_arguments(attn, args, kwargs)
 
             hooks.enter_context(attentions[name].register_forward_pre_hook(note, with_kwargs=True))
         batch.predict(transformer)
     grid = batch.grid(transformer)
     for name in chosen:
-        args, kwargs = inputs[name]
-        given = family.mhla.read(attentions[name], family.mhla.arguments(args, kwargs), grid)
+        given = family.mhla.read(attentions[name], inputs[name], grid)
         yield name, _matrix(attentions[name], given, transformer, name)
 
 
