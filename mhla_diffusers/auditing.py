@@ -132,7 +132,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     ``run`` is called once on typical inputs: ``lambda: pipe("a cat", num_inference_steps=4)``. Every patched
     self-attention and its original are evaluated on the same input; then some forwards are repeated with one layer
     patched at a time. A causal patch is compared with attention that also sees later frames, which adds to its error.
-    ValueError if the model is not patched, its patch is disabled, or ``run`` did not reach every layer.
+    ValueError if the model is not patched, its patch is disabled, ``run`` did not reach every layer, or
+    all its steps are dense.
     """
     running = {name: patched for name, patched in require_patched(model).items() if not patched.is_off}
     if not running:
@@ -154,6 +155,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     names = {key: ".".join(key) if len(transformers) > 1 else key[1] for key in found}
     # a transformer of early steps may never be sparse
     sparse = [key for key in found if not all(one.call and one.call.is_dense for one in recorded[key[0]])]
+    if not sparse:
+        raise ValueError("Every step of this run is dense, so the patch does not run in it; take more steps.")
     _check_reached([names[key] for key in sparse], [names[key] for key in sparse if found[key]])
 
     forwards = [(place, one.call) for calls in recorded.values() for place, one in enumerate(calls)]

@@ -429,5 +429,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
         raise ValueError(f"Patch {name!r} was removed.{gone}")
     if name in adapted_patches() or (name and path.is_dir()):
         raise ValueError(f"Patch {name!r} is a folder; open a saved patch with load_mhla(model, {name!r}).")
+    if len(path.parts) > 1:
+        raise ValueError(f"{name} does not exist; a run that is to begin with the result of another comes after it.")
     known = [*PROFILES, *patch_names(), *adapted_patches()]
     raise ValueError(f"Unknown patch {name!r}; {said_allowed(name, known, 'mhla info')}")

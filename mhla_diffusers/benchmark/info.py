@@ -64,6 +64,7 @@ def summary_of(config: PatchConfig) -> str:
     """Return which attention runs in which layers, with its main setting, and whether it works untrained."""
     layers = "every layer" if str(config.layers) == "all" else f"layers {config.layers}"
     if isinstance(config, SparseConfig):
+        layers += f" but the first {config.dense_layers}" if config.dense_layers else ""
         return f"{config.attention}, density {config.density:.1%}, in {layers}; works untrained"
     assert isinstance(config, LinearConfig)
     return f"{config.attention} of {times(config.blocks)} blocks in {layers}; has to be adapted first"

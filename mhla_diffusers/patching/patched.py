@@ -224,7 +224,14 @@ class Patched:
         tally = run.tallies.get(id(self))
         if tally is None:
             tally = run.tallies[id(self)] = self.tally
-            weakref.finalize(run, self._log_end, tally, len(config.dense_steps(step.count)))
+            dense = len(config.dense_steps(step.count))
+            if dense == step.count:
+                self.log.once(
+                    logging.WARNING,
+                    f"All {dense} steps of this call are dense by {config.dense_words}, so the patch does not run. Lower "
+                    "these settings, or take more steps.",
+                )
+            weakref.finalize(run, self._log_end, tally, dense)
         self.tally = tally
         call = call._replace(step=step, is_dense=config.is_dense(step), run=run, tally=tally)
         if not (isinstance(config, SparseConfig) and config.correct and config.has_dense_steps):

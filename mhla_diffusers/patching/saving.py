@@ -136,6 +136,8 @@ def _choose_tensors(name: str, patched: Patched, weights: str | Collection[str])
     for key, tensor in own.items():
         check_plain(f"{name}.{key}", tensor, "save the patch")
     base = base_weights(transformer)
+    unknown = [] if weights in ("mhla", "all") else sorted(set(weights) - base.keys())
+    check(not unknown, f"weights={unknown[:1]}: {name} has no such weights; give names of its own, 'mhla' or 'all'.")
     names = base if weights == "all" else {*patched.replaced_weights, *(() if weights == "mhla" else weights)}
     check_writable(transformer, names, "save the patch")
     return own | {key: base[key] for key in names}

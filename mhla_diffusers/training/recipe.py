@@ -118,6 +118,8 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     checkpoint = RunFolder(config.output).find(resume)
     if checkpoint is not None:  # what the run finds of data, patch and weights is compared later
         find_changes(checkpoint, read_state(checkpoint), config.to_dict())
+        done = step_of(checkpoint)
+        check(done <= config.steps, f"steps={config.steps}, but {checkpoint} is already at step {done}; raise steps.")
     elif resume == "latest":
         logger.info("%s holds no checkpoint; starting a new run.", config.output)
     for kind in ("FSDP", "DEEPSPEED"):
