@@ -55,6 +55,8 @@ class PipelineChoice:
             )
         object.__setattr__(self, "model", self.model or f"tiny-{self.family}")
         device_and_type(self.device, self.dtype)
+        steps = self.settings.get("num_inference_steps", 1)
+        check(isinstance(steps, int) and steps > 0, f"num_inference_steps={steps!r} must be an integer of at least 1.")
 
     @property
     def of_family(self) -> Family:
@@ -112,8 +114,6 @@ class PipelineChoice:
         elif not has_weights(self.patch):
             load_patch(self.patch).patch.replace(**self.patch_settings)
         self.check_arguments(self.settings)
-        steps = self.settings.get("num_inference_steps", 1)
-        check(isinstance(steps, int) and steps > 0, f"num_inference_steps={steps!r} must be an integer of at least 1.")
 
     def check_arguments(self, names: Iterable[str]) -> None:
         """Raise ValueError for an argument that a call of the pipeline does not have, or that is set elsewhere."""

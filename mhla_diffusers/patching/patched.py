@@ -228,8 +228,8 @@ class Patched:
             if dense == step.count:
                 self.log.once(
                     logging.WARNING,
-                    f"All {dense} steps of this call are dense by {config.dense_words}, so the patch does not run. Lower "
-                    "these settings, or take more steps.",
+                    f"All {dense} steps of this call are dense by {config.dense_words}, so the patch does not run. "
+                    "Lower these settings, or take more steps.",
                 )
             weakref.finalize(run, self._log_end, tally, dense)
         self.tally = tally

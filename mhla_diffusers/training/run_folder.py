@@ -57,8 +57,8 @@ class RunFolder:
             chosen = None if resume is None else find_checkpoint(Path(resume))
         check(
             not checkpoints or (chosen is not None and step_of(chosen) >= step_of(checkpoints[-1])),
-            f"{self.path} already holds a run, up to step {step_of(checkpoints[-1]) if checkpoints else 0}. Resume it with --resume latest, or "
-            "choose another folder: output=….",
+            f"{self.path} already holds a run, up to {', '.join(one.name for one in checkpoints[-1:])}. Resume it with "
+            "--resume latest, or choose another folder: output=….",
         )
         return chosen
 

@@ -133,7 +133,8 @@ class Tuned:
         able = [trial for trial in self.trials[1:] if trial.clips]
         if not able:
             reasons = "; ".join(f"{trial.candidate.name}: {trial.failed}" for trial in self.trials[1:])
-            raise ValueError(f"No candidate was measured ({reasons or 'time ran out, or every step is dense'}); give more minutes or steps.")
+            reasons = reasons or "time ran out, or every step is dense"
+            raise ValueError(f"No candidate was measured ({reasons}); give more minutes or steps.")
         judged = [trial for trial in able if len(trial.clips) == len(self.prompts)]
         return min(judged or able, key=self.target.rank)
 

@@ -186,6 +186,8 @@ def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"samples": [Sample("a.mp4", "1")]}, "'a.mp4'"),
+        ({"settings": {"num_inference_steps": 0}}, "num_inference_steps=0"),
+        ({"settings": {"num_inference_steps": "two"}}, "num_inference_steps='two'"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
         ({"samples": lambda: plan_samples(["1"], ".png", (0, -1))}, "seeds.1=-1 .*0"),

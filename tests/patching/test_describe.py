@@ -128,3 +128,13 @@ def test_a_new_patch_says_what_it_brings_at_most_and_what_it_holds(caplog):
     gain, held = re.search(r"at most (\d+\.\d)x, (\d+) MiB for corrections with guidance", line).groups()
     assert 1 < float(gain) < 50 / 5 and int(held) > 0
     assert line.endswith("; quality not measured, see mhla tune")
+
+
+def test_a_call_that_is_dense_throughout_warns_once_and_cannot_be_audited(caplog):
+    pipe = wan_pipeline()
+    mhla.apply_mhla(pipe, "fast", dense_first=2)
+    generate("wan", pipe, num_inference_steps=2)
+    generate("wan", pipe, num_inference_steps=2)
+    assert caplog.text.count("All 2 steps of this call are dense by dense_first=2") == 1
+    with refused("Every step", "more steps"):
+        mhla.audit(pipe, lambda: generate("wan", pipe, num_inference_steps=2))

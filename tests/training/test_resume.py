@@ -91,6 +91,8 @@ def test_another_rate_and_schedule_hold_from_the_checkpoint_on(tmp_path: Path) -
     other: dict[str, Any] = {"steps": 5, "learning_rate": 1e-4, "mixing_learning_rate": 1e-3, "scheduler": "cosine"}
     records = _train(_config(tmp_path / "other", **other), str(tmp_path / "run/checkpoints/step-00000002"))
     rates = [record["learning_rate"] for record in records]
+    with pytest.raises(ValueError, match="steps=2.* already at step 3; raise steps"):
+        _train(_config(tmp_path / "run", steps=2), "latest")
     assert [record["step"] for record in records] == [3, 4, 5] and 1e-4 > rates[0] > rates[1] > rates[2] > 0
 
 
