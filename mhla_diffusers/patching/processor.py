@@ -98,7 +98,7 @@ class MHLAProcessor:
             original = getattr(layer, "original_processor", None) or adapter.own_processor(attn)
             return adapter.run(self.with_choices(original), attn, arguments)
         grid = call.grid if call is not None and layer is not None else self._grid(attn, adapter, arguments)
-        if own_form:
+        if own_form and (call is None or layer is None):  # change_mhla has given others their hooks
             self._check_own_form()
         if layer is not None and layer.config is not self.config and layer.config != self.config:
             raise ValueError(

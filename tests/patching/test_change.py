@@ -65,6 +65,9 @@ def test_both_transformers_of_a_pipeline_and_diffusers_own_form():
     mhla.change_mhla(model, rope="before")
     expected = output(patched("wan", blocks=(2, 2, 3), rope="before"), inputs("wan"))
     assert_equal_up_to_order(output(model, inputs("wan")), expected)
+    mhla.change_mhla(model, layers=[1])
+    expected = output(patched("wan", blocks=(2, 2, 3), rope="before", layers=[1]), inputs("wan"))
+    assert_equal_up_to_order(output(model, inputs("wan")), expected)
 
 
 REFUSED = {
