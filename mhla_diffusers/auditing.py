@@ -289,7 +289,9 @@ def write_audit(audit: Audit, folder: Path) -> None:
 
     for axis, (name, values) in zip(axes, maps.items(), strict=True):
         axis.set_facecolor("0.8")
-        image = axis.imshow(values.numpy(), cmap="magma", vmin=0, vmax=worst, aspect="auto", interpolation="nearest")
+        first = float(name != "head")  # steps are counted from 1, heads from 0
+        edges = (first - 0.5, first + values.shape[1] - 0.5, len(names) - 0.5, -0.5)
+        image = axis.imshow(values.numpy(), cmap="magma", vmin=0, vmax=worst, aspect="auto", extent=edges)
         axis.set_xlabel(name)
         axis.xaxis.get_major_locator().set_params(integer=True)
     rows = range(0, len(names), math.ceil(len(names) / 40))

@@ -42,7 +42,7 @@ def write_strip(frames: torch.Tensor, file: Path) -> None:
 
 def write_page(tuned: Tuned, record: Mapping[str, Any], file: Path) -> None:
     """Write every candidate, in the order of its trial, as an HTML page."""
-    header = ("candidate", "PSNR, dB", "worst clip", "SSIM", "LPIPS", "s a clip", "speedup", "prompts")
+    header = ("candidate", "PSNR, dB", "worst clip", "SSIM", "LPIPS", "seconds", "speedup", "prompts")
     rows = [_cells(number, trial) for number, trial in enumerate(tuned.trials)]
     used = [column for column in range(len(header)) if any(row[column] for row in rows)]
     shown = [
