@@ -5,7 +5,6 @@ or for a GPU is settled when it is decorated.
 """
 
 import gc
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -27,13 +26,6 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Else Triton would tell of every function of it that is left when Python ends."""
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def patching_logs() -> Iterator[None]:
-    """``mhla finetune`` hides warnings of patching in its process, which a test shares with others; show them again."""
-    yield
-    logging.getLogger("mhla_diffusers.patching").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -63,9 +63,8 @@ def patch_model(model: Any, settings: EngineSettings) -> Any:
     previous = options.get(_OVERRIDE)
     patch = _Patch(Engine(settings, logging.getLogger(__name__)))
     wrappers = {kind: dict(by_key) for kind, by_key in options.get("wrappers", {}).items()}
-    wrappers.setdefault("diffusion_model", {})["mhla"] = [
-        _wrap_diffusion_model(patch)
-    ]  # a kind of ComfyUI's WrappersMP
+    # by the kinds of ComfyUI's WrappersMP
+    wrappers.setdefault("diffusion_model", {})["mhla"] = [_wrap_diffusion_model(patch)]
     wrappers.setdefault("outer_sample", {})["mhla"] = [_wrap_sampling(patch)]
     options["wrappers"] = wrappers
     options[_OVERRIDE] = _make_override(patch, getattr(previous, _PREVIOUS, previous))

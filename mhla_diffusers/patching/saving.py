@@ -96,8 +96,8 @@ def save_mhla(
             its last part alone.
 
     Raises:
-        KeyError: a name that no tensor has.
-        ValueError: not patched, merged LoRA adapters, offloaded or quantised weights, or NaN or infinite values.
+        ValueError: not patched, names of weights that a transformer lacks, merged LoRA adapters, offloaded or quantised
+            weights, or NaN or infinite values.
         OSError: the folder cannot be written, as on a full disk; the patch that was in it stays.
     """
     if isinstance(weights, str):
@@ -136,9 +136,10 @@ def _choose_tensors(name: str, patched: Patched, weights: str | Collection[str])
     for key, tensor in own.items():
         check_plain(f"{name}.{key}", tensor, "save the patch")
     base = base_weights(transformer)
-    unknown = [] if weights in ("mhla", "all") else sorted(set(weights) - base.keys())
+    wanted = set[str]() if isinstance(weights, str) else set(weights)
+    unknown = sorted(wanted - base.keys())
     check(not unknown, f"weights={unknown[:1]}: {name} has no such weights; give names of its own, 'mhla' or 'all'.")
-    names = base if weights == "all" else {*patched.replaced_weights, *(() if weights == "mhla" else weights)}
+    names = base if weights == "all" else {*patched.replaced_weights, *wanted}
     check_writable(transformer, names, "save the patch")
     return own | {key: base[key] for key in names}
 

@@ -162,7 +162,6 @@ def _log_lines() -> None:
 
     logging.basicConfig(level=logging.INFO if is_first_process() else logging.CRITICAL, format="%(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every file of a checkpoint
-    logging.getLogger("mhla_diffusers.patching").setLevel(logging.ERROR)  # that MHLA is not adapted yet
 
 
 def _load(model: str, device: str, precision: str, uses_transformer: bool) -> Any:

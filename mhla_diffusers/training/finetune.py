@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ class NamedRun:
                 model = cls.from_config(settings)
             if isinstance(patch, str) and Path(patch).is_dir():
                 return begin_with(Path(patch), model)
-            return model if patch is None else apply_mhla(model, patch)
+            with _without_warnings():  # that MHLA is not adapted yet
+                return model if patch is None else apply_mhla(model, patch)
 
     def open_data(self) -> LatentMixture:
         """Open the folders of latents, in one order however they are listed; ValueError for another model's."""
@@ -109,3 +111,15 @@ class NamedRun:
         (frames, height, width), fps = max(clips, key=lambda clip: (clip[0][0], clips[clip]))
         clip = Clip(frames, fps, ((height, width),))
         return prompt_sampler(pipe, validation.prompts, clip, validation.inference_steps, component)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context in which patching logs only errors."""
+    patching = logging.getLogger("mhla_diffusers.patching")
+    before = patching.level
+    patching.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        patching.setLevel(before)

@@ -56,8 +56,12 @@ from .weights import (
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = {
-    **{"adamw8bit": "torchao", "int8": "torchao", "nf4": "bitsandbytes", "schedule-free": "schedulefree"},
-    **{"tensorboard": "tensorboard", "wandb": "wandb"},
+    "adamw8bit": "torchao",
+    "int8": "torchao",
+    "nf4": "bitsandbytes",
+    "schedule-free": "schedulefree",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
 }
 """Setting → library that it needs, beyond those of the package."""
 _MEASURED = 4
@@ -110,8 +114,9 @@ def train(
 def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     """Check what needs neither the model nor the data, and return the checkpoint to resume from, if any.
 
-    ValueError for a folder that holds another run, changes that a checkpoint does not take, or a launcher that shards
-    weights; FileNotFoundError for no such checkpoint; ImportError where a library that the settings name is missing.
+    ValueError for a folder that holds another run, changes that a checkpoint does not take, fewer steps than it has
+    done, or a launcher that shards weights; FileNotFoundError for no such checkpoint; ImportError where a library that
+    the settings name is missing.
     """
     from accelerate.utils import parse_flag_from_env
 
