@@ -102,7 +102,7 @@ class ModelCase:
 
     build: Callable[[], nn.Module]
     channels: int
-    """Of the usual input."""
+    """Channels of the usual input."""
     self_attentions: int
     """Number of layers that can be patched."""
     blocks: tuple[int, ...]

@@ -28,7 +28,7 @@ class Sample:
     image: str | None = None
     """Path of the picture that the model was given, if any."""
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
 
 
 @dataclass

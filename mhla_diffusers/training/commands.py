@@ -79,7 +79,7 @@ def data_command(
     options: dict[str, Any],
     model: Annotated[str | None, typer.Option(help="Hub id or folder of the pipeline; not needed for latents.")] = None,
 ) -> None:
-    """Summarize a folder of videos, images or latents: what is used, what is left out, and why."""
+    """Show which files of a folder of videos, images or latents are used, which are not, and why."""
     from ..reporting import progress
     from .data.cache import INDEX_NAME, CachedClip, read_index
     from .data.media import find_media, read_files

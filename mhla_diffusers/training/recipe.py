@@ -460,7 +460,7 @@ class Recipe:
     def _diverged(self, what: str) -> TrainingDivergedError:
         # an update that was not skipped shows that the weights before it worked, not those after it
         good = [path for path in self.folder.checkpoints() if step_of(path) < self.step - self.skipped]
-        last = f"the last good checkpoint is {good[-1]}" if good else "there is no good checkpoint"
+        last = f"the last good checkpoint is {good[-1]}" if good else "none of its checkpoints is good"
         return TrainingDivergedError(
             f"Training has diverged: {what}. Lower the learning rate or lengthen the warm-up in another output folder; "
             f"or mend the data, remove newer checkpoints and --resume latest: {last}."

@@ -56,7 +56,7 @@ class Row:
 
     name: str
     seed: int | None
-    """Of the distillation; None for the teacher, which is not distilled."""
+    """Seed of the distillation; None for the teacher, which is not distilled."""
     steps: int
     guidance: float
     digits: float

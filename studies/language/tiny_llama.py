@@ -35,7 +35,7 @@ class Recipe:
     batch_size: int
     rate: float
     mixing_rate: float
-    """Of mixing matrices and λ."""
+    """Learning rate of mixing matrices and λ."""
     warmup: int
     """Steps, at most a tenth of all."""
     accumulate: int = 1

@@ -91,7 +91,7 @@ def test_nan_is_shown_and_stays_in_its_sample_and_head(kind, backend):
     [kind for kind in KINDS if kind != "all listed"], ["MHLA", "lists"]
 )  # PyTorch's attention to all is as autocast says
 def test_autocast_changes_no_bit(kind, backend):
-    """Of the output; and of the gradients where no product of PyTorch is differentiated while autocast is on."""
+    """Neither in the output nor, where PyTorch differentiates no product under autocast, in the gradients."""
     problem = problem_of(kind, batch=1).to()
     expected = problem.run(running(problem, backend))
     with torch.autocast(DEVICE.type, torch.bfloat16):

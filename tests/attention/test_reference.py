@@ -36,7 +36,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 4e-3, to
 # sums of a few dozen terms; weights of the own block are rounded before they are summed up
 OF_CAUSAL = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 SUMS = ("mixing", "linear_weight", "output_norm")
-"""Of causal attention their gradients are sums of products of both signs, of which rounded halves leave less."""
+"""Tensors whose gradients in causal attention sum products of both signs, which cancel and so lose more precision."""
 # of kernels: IEEE float32 sums of positive terms stay far below it, tf32 (3e-4) far above
 KERNEL_TOLERANCE = 1e-5
 # relative to the eager backend, which rounds once, at the end: the kernels round features and, in bfloat16, states too
@@ -119,7 +119,7 @@ KERNEL_CAUSAL = {
         f"{n} of {whole} in {blocks}, {own}": ((whole,), (blocks,), ONE | {"causal": "token", "tokens": n, **own})
         for whole, blocks, n in ((17, 5, 17), (17, 5, 9), (32, 4, 1), (9, 1, 3), (7, 7, 7)) for own in ({}, SOFTMAX)
     },
-    # blocks of several tiles: 141 and 140 tokens, of which the sequence has the first block and a part of the second
+    # blocks of several tiles: 141 and 140 tokens; the sequence ends within the second
     **{f"several tiles, {own}": ((281,), (2,), ONE | {"causal": "token", "tokens": 220, "head_dim": 16, **own})
        for own in (AFTER, SOFTMAX)},
     "not normalised": ((13,), (3,), {

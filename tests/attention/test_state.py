@@ -13,7 +13,7 @@ from mhla_diffusers.attention.layout import frame_block_starts
 from .problems import BEFORE, Problem, make_problem, reference, relative_error
 
 ROUNDING = 1e-11
-"""Of float64 sums in another order, relative to the largest."""
+"""Largest error of float64 sums in another order, relative to the largest output."""
 LAYOUTS = [
     ((12,), (4,), "token"),
     ((17,), (5,), "token"),

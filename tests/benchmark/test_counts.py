@@ -37,7 +37,7 @@ def test_the_flops_of_a_forward_are_those_that_pytorch_counts(name):
 
 
 def test_what_a_patch_changes_is_what_pytorch_counts():
-    """Of whole blocks; sums of normalisers are no products, and count in sizes alone."""
+    """The blocks are whole. PyTorch counts only products, so it misses the sums of the normalisers."""
     case = small_case(models()["tiny-wan"])
     config = case.family.complete({"blocks": case.model.blocks})
     others = counted(case) - sum(case.flops().values())
@@ -47,7 +47,7 @@ def test_what_a_patch_changes_is_what_pytorch_counts():
 
 @pytest.mark.parametrize("config", [MHLAConfig(blocks=(7, 3, 5)), SparseConfig(dense_layers=1)], ids=["MHLA", "sparse"])
 def test_a_patch_counts_in_the_layers_that_it_replaces(config):
-    """Of Wan2.1-1.3B, of which sparse attention leaves the first layer dense."""
+    """For Wan2.1-1.3B, whose first layer stays dense under sparse attention."""
     model = models()["wan2.1-1.3b"]
     case = Case(model, 480, 800, 81)  # which 7 x 3 x 5 blocks divide
     plain, patched = case.flops(), case.flops(config)

@@ -32,7 +32,7 @@ forms = pytest.mark.parametrize("name", FORMS)
 
 
 def gradients(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    """Of all weights, by the mean square of the output."""
+    """Gradients of the output's mean square with respect to all weights."""
     model.zero_grad()
     torch.manual_seed(0)  # DiT drops labels
     found = model(**arguments, return_dict=False)[0]
@@ -102,7 +102,7 @@ FUSED = ("auraflow", "cogvideox", "flux", "hunyuan_dit", "ltx", "ltx2", "pixart"
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("first", ["fused", "patched"])
 def test_fused_projections_are_the_models_own(name: str, first: str) -> None:
-    """Unfused while patched and after removal: no stale weights, whatever a LoRA that comes later changes."""
+    """Projections that are unfused, patched or not, see the changes of a LoRA loaded later: no weights are stale."""
     case = case_of(name)
     arguments = case.inputs()
     model, reference = case.transformer(), case.transformer()

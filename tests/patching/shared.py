@@ -15,7 +15,7 @@ from ..models import FAMILIES, patched
 ONE_PER_CLASS = ["wan", "wan_vace", "sana", "dit"]
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 SPARSE = NOTHING_DENSE | {"density": 0.1, "block_size": 4, "far": "means"}
-"""Of tiny grids; without dense steps and layers unless a test gives them."""
+"""Sparse attention for tiny grids, without dense steps or layers unless a test adds them."""
 EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
 """Settings that give a layer every kind of weight that it can have."""
 CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}

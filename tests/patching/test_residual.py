@@ -70,7 +70,7 @@ def test_what_has_not_lasted_is_not_added(share):
 
 
 def test_what_is_kept_is_the_best_of_its_rank():
-    """Of a residual whose singular values fall, near the error of the best approximation, by one power step."""
+    """One power step comes near the error of the best approximation, if the singular values fall."""
     left, right = (torch.linalg.qr(drawn(size, 96, seed=size)).Q for size in (300, 128))
     values = 0.95 ** torch.arange(96, dtype=torch.float64)
     residual = (left * values) @ right.T
@@ -88,7 +88,7 @@ def test_what_is_kept_is_the_best_of_its_rank():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dense_steps_are_the_unpatched_models_and_the_next_ones_are_corrected(name):
-    """Of the first attention, whose input in the second step is the same with and without correction."""
+    """Shown on the first attention, whose input in the second step is the same with and without correction."""
     pipe, seen = mhla.apply_mhla(PIPELINES[name].build(), **DENSE), {}
     for correct in (True, False):
         mhla.change_mhla(pipe, correct=correct)
@@ -106,7 +106,7 @@ TWENTY = NOTHING_DENSE | {"density": 0.05, "dense_first": 1, "dense_every": 4}
 
 
 def test_corrected_clips_of_the_tiny_model_are_nearer():
-    """Of a trained model, in 20 steps of which five are dense."""
+    """A trained model in 20 steps, five of them dense."""
     pipe = load_tiny("wan")
     call = {**call_settings("wan"), "num_inference_steps": 20, "output_type": "latent"}
     run = lambda: pipe("a seven moving left", **call, generator=torch.Generator().manual_seed(0)).frames  # noqa: E731

@@ -96,7 +96,7 @@ def test_two_processes_equal_one(two: Processes, case: tuple[Any, ...]) -> None:
 
 
 def errors_of_order() -> list[float]:
-    """Of a transformer that is spread before it is patched, whose patch is off, and removed."""
+    """Errors of a transformer that is spread before it is patched, then with the patch off, then without it."""
     arguments = models.inputs("wan")
     own, alone = models.FAMILIES["wan"].build(), models.patched("wan")
     model = mhla.apply_mhla(spread(copy.deepcopy(own)), blocks=models.FAMILIES["wan"].blocks)
@@ -118,7 +118,7 @@ def test_a_patch_comes_after_and_goes(two: Processes) -> None:
 
 
 def errors_of_residuals() -> list[float]:
-    """Of a call of a pipeline with dense steps that correct the others, and without correction."""
+    """Errors of a pipeline call with dense steps, with and without correction."""
     found = []
     for is_split, correct in ((False, True), (True, True), (True, False)):
         settings = {"density": 0.2, "block_size": 4, "far": "means", "dense_layers": 0, "dense_first": 1}

@@ -25,7 +25,7 @@ def saved(name, folder, seed=3):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-    """Of a Wan."""
+    """Folder of a saved patch for a tiny Wan."""
     return saved("wan", tmp_path_factory.mktemp("adapted"))
 
 

@@ -1,4 +1,4 @@
-"""torch.compile of patched models: one graph for a size, whatever the steps and layers."""
+"""torch.compile of patched models: one graph per size, shared by all steps and layers."""
 
 import pytest
 import torch

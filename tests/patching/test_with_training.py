@@ -75,7 +75,7 @@ def test_an_optimizer_without_the_clip_makes_no_nan(settings):
 
 
 def gradients(model, name, run):
-    """Of the latents and of a weight, after another forward has run, possibly with the patch off."""
+    """Gradients of the latents and a weight, after another forward has run, possibly with the patch off."""
     latents = inputs(name)["hidden_states"].requires_grad_(True)
     loss = model(**(inputs(name) | {"hidden_states": latents})).sample.square().sum()
     output(model, inputs(name, ragged=name != "dit"))  # which the second pass must not take for its own

@@ -84,7 +84,7 @@ def _cli(*arguments: object) -> str:
 def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     changes: tuple[str, ...], tmp_path: Path, model: str, latents: Path, config_file: Path
 ) -> None:
-    """Of a run that begins with the result of attention transfer, and generates samples at every validation."""
+    """The run starts from the result of attention transfer and generates samples at every validation."""
     given, run = (f"data={latents}", "checkpoint_every=1", "keep_checkpoints=9"), tmp_path / "run"
     if "patch=null" not in changes:
         first = ("trainable=mhla", "objectives={transfer: 1.0}", f"output={tmp_path / 'transfer'}")

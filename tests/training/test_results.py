@@ -1,4 +1,4 @@
-"""What a run leaves: whatever was trained, its result is the trained model."""
+"""The result of a run is the trained model, for every choice of trained weights."""
 
 import math
 from pathlib import Path

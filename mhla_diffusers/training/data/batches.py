@@ -55,8 +55,8 @@ def batches_from(
 ) -> Iterator[list[int]]:
     """Yield the indices of the samples of a step and of those after it, without end; they depend on seed and step.
 
-    In every epoch all samples are shuffled into batches of one shape each, which are shuffled too; what is left over
-    begins the next epoch's. ``batch_size`` counts all processes and accumulated forwards.
+    Every epoch shuffles the samples, groups them into batches of one shape each, and shuffles the batches. Samples that
+    fill no batch wait for the next epoch. ``batch_size`` counts all processes and accumulated forwards.
     """
     average = torch.ones(len(shapes)) if weights is None else torch.tensor(weights, dtype=torch.float64)
     begun: dict[tuple[int, ...], list[int]] = {}

@@ -12,7 +12,7 @@ _MOST_REASONS = 20
 
 
 def summarize(source: object, files: Sequence[SourceFile], model: DataModel | None = None) -> str:
-    """Return a table of clips by bucket, and what is left out; a model counts latents and tokens."""
+    """Return a table of clips by bucket, and the files left out; a model adds columns for latents and tokens."""
     used = [file for file in files if file.clips]
     clips = [clip for file in used for clip in file.clips]
     lines = [f"{source}: {len(used)} of {len(files)} files are used, as {len(clips)} clips."]

@@ -34,7 +34,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize(("kind", "options"), KINDS.items(), ids=KINDS)
 def test_opcheck(kind, options):
-    """Of MHLA also what PyTorch makes of an operator in a graph, which takes minutes for sparse attention."""
+    """For MHLA also as part of a graph, which would take minutes for sparse attention."""
     problem = problem_of(kind, **options).to(DEVICE)
     leaves = {name: x.requires_grad_() for name, x in problem.tensors.items()}
     with Recorded() as recorded:
