@@ -4,11 +4,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, TypeAdapter
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from .attention import get_feature_map
 from .attention.call import DEFAULT_DENSITY, ContentRule, Far, Order
@@ -42,12 +43,6 @@ def _layers(choice: Any) -> LayerChoice:
         raise ValueError(f"layers={choice!r} must be 'all', a fraction such as '2/3', or indices such as [0, 2, -1].")
     share: LayerChoice = choice
     return share
-
-
-def _blocks(blocks: Any) -> Shape:
-    if not blocks:
-        raise ValueError("MHLA needs blocks, the block count per axis, for example blocks=(7, 3, 5).")
-    return check_grid(blocks, "blocks")
 
 
 def _feature_map(name: str) -> str:
@@ -207,7 +202,7 @@ class SparseConfig(PatchConfig):
 class LinearConfig(PatchConfig):
     """Settings that MHLA and causal MHLA share: KV states of blocks, mixed by a learned matrix."""
 
-    blocks: Annotated[tuple[int, ...], PlainValidator(_blocks), Field(validate_default=True)] = ()
+    blocks: Annotated[tuple[int, ...], PlainValidator(partial(check_grid, name="blocks"))]
     """Block count per axis of the token grid: (frames, height, width) or (height, width) or (length,)."""
     feature_map: Annotated[str, AfterValidator(_feature_map)] = "relu"
     """φ: relu, elu+1, softmax, identity, or a name given to ``register_feature_map``."""
@@ -341,11 +336,7 @@ class CausalConfig(LinearConfig):
         return self.normalize and (self.causal == "token" or self.own == "softmax")
 
 
-def _of_its_kind(content: Any) -> Any:
-    return TypeAdapter(kind_of(content)).validate_python(content) if isinstance(content, Mapping) else content
-
-
-AnyPatch = Annotated[PatchConfig, BeforeValidator(_of_its_kind)]
+AnyPatch = Annotated[PatchConfig, BeforeValidator(lambda x: PatchConfig.read(x) if isinstance(x, Mapping) else x)]
 """Field for settings of any kind; in a mapping their names say which."""
 PROFILES: dict[str, dict[str, Any]] = {
     "faithful": {},

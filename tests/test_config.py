@@ -45,8 +45,7 @@ REFUSED = [
     # settings, offending value
     ({"density": None, "blocks": None}, "density, blocks .* sparse attention has no blocks"),  # of two kinds
     ({"blocks": None, "convolution": None, "block_length": None}, "convolution, .* MHLA has no block_length"),
-    ({"blocks": None}, "needs blocks"),
-    ({"feature_map": "relu"}, "needs blocks"),
+    ({"feature_map": "relu"}, "blocks must be given"),
     ({"blocks": (1, 1, 1, 1)}, r"blocks=\(1, 1, 1, 1\)"),
     ({"blocks": (0, 2)}, r"blocks=\(0, 2\)"),
     ({"blocks": (2.5, 2)}, r"blocks=\(2\.5, 2\)"),
@@ -65,7 +64,7 @@ REFUSED = [
     (MHLA | {"dense_first": 1.5}, r"dense_first=1\.5"),
     (SPARSE | {"dense_every": 1}, "dense_every=1"),
     (SPARSE | {"dense_first": 0.6, "dense_last": 0.4}, r"dense_first=0\.6"),
-    (MHLA | {"causal": "block"}, "lacks block_length"),
+    (MHLA | {"causal": "block"}, "block_length must be given"),
     (TOKEN | {"mixing_clip": False}, "mixing_clip=False"),
     (CAUSAL | {"mixing_clip": False}, "mixing_clip=False"),
     (SPARSE | {"block_size": 10**9}, "block_size=1000000000 .*1024"),

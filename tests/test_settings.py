@@ -80,9 +80,9 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
     [
         (TEXT, ["code=b"], "a.yaml with code=b: code='b' must match pattern '^a+$'."),
         (TEXT.replace("rate: 2", "rate: 0"), [], "a.yaml: parts.1.rate=0 must be greater than 0."),
-        (TEXT.replace("rate: 1e-4", "{}"), [], "a.yaml: parts.0 lacks rate."),
+        (TEXT.replace("rate: 1e-4", "{}"), [], "a.yaml: parts.0.rate must be given."),
         (TEXT.replace("slow", "slwo"), [], "parts.1.kind='slwo' must be 'fast' or 'slow'."),
-        (TEXT.replace("rate: 2", "rat: 2"), [], "'parts.1.rat'; did you mean 'rate'? Allowed: rate, kind."),
+        (TEXT.replace("rate: 2", "rat: 2"), [], "parts.1: Unknown setting 'rat'; did you mean 'rate'? Allowed: rate, kind."),
         (TEXT, ["parts.1.rate=1"], "'parts.1.rate=1': parts.1 has no keys; set it as a whole."),
         (TEXT, ["parts"], "'parts' must look like key=value"),
         (TEXT, ["pair=[1"], "'pair=[1' is not valid YAML"),
@@ -91,7 +91,7 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
         (TEXT + "named: {a: 1.5}\n", [], "named.a=1.5 must be a valid string or be a valid integer."),
         (TEXT + "code: xyz\n", [], "code='xyz' must match pattern '^a+$'."),
         (TEXT + "pair: 3\n", [], "'pair' is given twice"),
-        ("- 1\n", [], "a.yaml: The configuration, [1], must be a dictionary or an instance of Outer."),
+        ("- 1\n", [], "a.yaml: content=[1] must be a dictionary or an instance of Outer."),
     ],
 )
 def test_errors_say_where_and_what(text, overrides, message):

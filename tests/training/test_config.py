@@ -41,7 +41,7 @@ def test_yaml_and_dict_round_trip_and_overrides(path: Path) -> None:
     ("text", "override", "named"),
     [
         (TEXT, "bach_size=2", ["'bach_size'", "'batch_size'"]),
-        (TEXT, "objectives.transfr=1", ["'objectives.transfr'", "'transfer'"]),
+        (TEXT, "objectives.transfr=1", ["objectives", "'transfr'", "'transfer'"]),
         (TEXT, "patch.block=[2]", ["patch", "'block'", "'blocks'"]),
         (TEXT, "steps=0", ["steps=0", "greater than 0"]),
         (TEXT, "trainable=lora", ["lora_rank"]),
@@ -61,7 +61,7 @@ def test_yaml_and_dict_round_trip_and_overrides(path: Path) -> None:
         ("output: here\n", "seed=1", ["steps"]),
         ("[]", "seed=1", ["run.yaml"]),
         (TEXT.replace("steps: 20", "steps: 0"), "seed=1", ["run.yaml", "steps=0"]),
-        (TEXT.replace("every", "evry"), "seed=1", ["run.yaml", "'validation.evry'", "'every'"]),
+        (TEXT.replace("every", "evry"), "seed=1", ["run.yaml", "validation", "'evry'", "'every'"]),
     ],
 )
 def test_errors_name_file_line_and_setting(path: Path, text: str, override: str, named: list[str]) -> None:
