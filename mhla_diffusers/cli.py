@@ -14,7 +14,7 @@ from . import __version__
 from .benchmark.commands import bench
 from .evaluation.commands import app as evaluation
 from .generation.commands import generate_command
-from .generation.names import expand_options, patch_options, pipeline_options
+from .generation.names import CHOICE, device_options, expand_options, patch_options
 from .moved import where_it_went
 from .training.commands import (
     data_command,
@@ -86,15 +86,14 @@ def info(
     """List versions, devices, models and patches; with --model, count FLOPs with and without a patch."""
     from .benchmark.info import print_any_patch, print_info, print_model, report
 
-    changes: dict[str, Any] = options["patch_settings"]
-    given = {"size": size, "frames": frames, "steps": steps, **changes}
-    if model is None and any(value is not None for value in given.values()):
-        names = ", ".join(f"--{name.replace('_', '-')} {x}" for name, x in given.items() if x is not None)
+    given = {"size": size, "frames": frames, "steps": steps, "change": options["patch_settings"]}
+    if model is None and any(given.values()):
+        names = ", ".join(f"--{name}" for name, value in given.items() if value)
         raise ValueError(f"{names} needs --model, such as --model wan2.1-1.3b.")
     if as_report:
         typer.echo(report())
     elif model is not None:
-        print_model(model, size, frames, patch, changes, steps or 50)
+        print_model(model, size, frames, patch, options["patch_settings"], steps or 50)
     elif patch is None:
         print_info()
     else:
@@ -102,7 +101,9 @@ def info(
 
 
 @app.command()
+@expand_options(device_options)
 def check(
+    options: dict[str, Any],
     model: Annotated[
         str, typer.Option(help="Model whose attention is checked: wan2.1-1.3b, flux-dev, …")
     ] = "wan2.1-1.3b",
@@ -110,15 +111,13 @@ def check(
         str | None, typer.Option(help="480x832, or 512 for a square; the default is smaller on a CPU.")
     ] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for check.md.")] = Path("outputs/check"),
 ) -> None:
     """Check the kernels against float64, time them against softmax, and say whether a patch pays off."""
     from .checking import check as run
     from .files import write_text
 
-    found, is_correct = run(model, size, frames, device, dtype)
+    found, is_correct = run(model, size, frames, **options)
     typer.echo(found)
     write_text(found, output / "check.md")
     typer.echo(f"Wrote {output / 'check.md'}, to paste into an issue")
@@ -127,7 +126,7 @@ def check(
 
 
 @app.command()
-@expand_options(pipeline_options, patch_options)
+@expand_options(*CHOICE)
 def audit(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
     prompt: Annotated[str, typer.Argument(help="Prompt; a class for dit.")],

@@ -157,8 +157,8 @@ def test_what_cannot_be_audited_is_refused():
 
 def test_the_command_prints_and_writes(tmp_path):
     pytest.importorskip("matplotlib")
-    asked = ("--patch", "fast", "--dense-first", 0, "--output", tmp_path / "out", "--set", "num_inference_steps=2")
-    shown = command("audit", "dit", "seven", *asked)
+    asked = ("--patch", "fast", "--change", "dense_first=0", "--set", "num_inference_steps=2")
+    shown = command("audit", "dit", "seven", *asked, "--output", tmp_path / "out")
     assert shown.exit_code == 0, shown.output
     assert all(text in shown.output for text in ("worst head", "mass kept", "together the patch moves", "audit.png"))
     written = json.loads((tmp_path / "out" / "audit.json").read_text())

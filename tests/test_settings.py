@@ -82,7 +82,7 @@ def test_a_file_is_read_with_overrides_and_a_round_trip_keeps_it():
         (TEXT.replace("rate: 2", "rate: 0"), [], "a.yaml: parts.1.rate=0 must be greater than 0."),
         (TEXT.replace("rate: 1e-4", "{}"), [], "a.yaml: parts.0.rate must be given."),
         (TEXT.replace("slow", "slwo"), [], "parts.1.kind='slwo' must be 'fast' or 'slow'."),
-        (TEXT.replace("rate: 2", "rat: 2"), [], "parts.1: Unknown setting 'rat'; did you mean 'rate'? Allowed: rate, kind."),
+        (TEXT.replace("rate: 2", "rat: 2"), [], "parts.1: Unknown setting 'rat'; did you mean 'rate'? "),
         (TEXT, ["parts.1.rate=1"], "'parts.1.rate=1': parts.1 has no keys; set it as a whole."),
         (TEXT, ["parts"], "'parts' must look like key=value"),
         (TEXT, ["pair=[1"], "'pair=[1' is not valid YAML"),

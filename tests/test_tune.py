@@ -18,6 +18,7 @@ from .refusals import refused
 
 PROMPTS = ["a seven moving left", "a three moving up"]
 STEPS = 4
+CALL = ("--set", f"num_inference_steps={STEPS}", "--set", "num_frames=2", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def without_times(folder):
 def test_a_patch_is_found_and_written_for_every_way_to_patch(tmp_path, pipe):
     file, folder = tmp_path / "prompts.txt", tmp_path / "run"
     file.write_text("\n".join(PROMPTS))
-    options = ("--steps", STEPS, "--frames", 2, "--psnr", 5, "--device", "cpu", "--output", folder)
+    options = (*CALL, "--psnr", 5, "--output", folder)
     result = command("tune", "wan", "--prompts", file, *options)
     assert result.exit_code == 0, result.output
     last = result.stdout.splitlines()[-1]
@@ -93,7 +94,7 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path, pipe):
 def test_what_no_candidate_reaches_ends_with_the_best(tmp_path, pipe):
     file = tmp_path / "prompts.txt"
     file.write_text(PROMPTS[0])
-    options = ("--steps", STEPS, "--frames", 2, "--speedup", 1000, "--minutes", 0.1, "--device", "cpu")
+    options = (*CALL, "--speedup", 1000, "--minutes", 0.1)
     result = command("tune", "tiny-wan", "--prompts", file, *options, "--output", tmp_path / "run")
     assert result.exit_code == 3
     assert "No candidate reaches 1000x; the best: " in result.stdout and "best.yaml" in result.stdout

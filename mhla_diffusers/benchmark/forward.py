@@ -78,12 +78,16 @@ def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> A
 
 
 @torch.no_grad()
-def benchmark_forward(case: Case, results: Results, *, compile: bool = False) -> None:
-    """Check attention at this size, then time a forward of all variants of :func:`forward_runs` in turns."""
+def benchmark_forward(case: Case, results: Results, *, compile: bool | None = None) -> None:
+    """Check attention at this size, then time a forward of all variants of :func:`forward_runs` in turns.
+
+    Compiled blocks are timed too, with ``compile`` None on a GPU alone.
+    """
     with torch.enable_grad():
         check_operator(case.shape, results.device, results.dtype)
     transformer = case.build(results.device, results.dtype)
-    runs = forward_runs(case, transformer, case.inputs(transformer, results.dtype), compile=compile)
+    compiles = results.device.type != "cpu" if compile is None else compile
+    runs = forward_runs(case, transformer, case.inputs(transformer, results.dtype), compile=compiles)
     # every variant compiles the same code again; beyond the limit torch would silently stop compiling
     with torch._dynamo.config.patch(cache_size_limit=64):
         results.add(time_interleaved(runs, results.device, results.seconds))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..files import read_json, read_json_lines, write_json
-from ..generation.names import expand_options, parse_settings, patch_options, pipeline_options
+from ..generation.names import CHOICE, expand_options, parse_settings
 from ..generation.record import Sample
 from ..reporting import progress, text_table
 from .geneval import geneval_samples, geneval_score, write_geneval_metadata
@@ -76,24 +76,6 @@ def vbench(
         raise ValueError("Give --from with results, or the folder of a set with --suite.")
 
 
-@app.command()
-def clip(
-    samples: Annotated[Path, typer.Argument(help="Folder of a sample set, with its samples.json.")],
-    model: Annotated[str, typer.Option(help="Hub id or folder of a CLIP model.")] = "openai/clip-vit-large-patch14",
-    batch_size: Annotated[int, typer.Option(min=1, help="Images per forward.")] = 32,
-    device: _DEVICE = "cpu",
-    output: _OUTPUT = None,
-) -> None:
-    """Compute the CLIP score as SANA reports it: 100 times the mean cosine of image and prompt."""
-    from .clip import ClipScorer
-    from .compare import score_samples
-    from .images import require_samples
-
-    listed = require_samples(samples).samples  # before a model is asked of the Hub
-    scores = score_samples(samples, listed, "clip_score", ClipScorer(model, device), batch_size)
-    _report({"model": model, "samples": len(scores), "clip_score": float(scores.mean())}, output)
-
-
 @app.command("geneval")
 def geneval_results(
     results: Annotated[Path, typer.Argument(help="results.jsonl of GenEval's evaluate_images.py.")],
@@ -105,9 +87,10 @@ def geneval_results(
 
 @app.command("compare")
 def compare_variants(
-    sets: Annotated[list[Path], typer.Argument(help="Folders of sample sets, the baseline first.")],
+    sets: Annotated[list[Path], typer.Argument(help="One or more folders of sample sets, the baseline first.")],
     clip_model: Annotated[
-        str | None, typer.Option(help="Hub id or folder of a CLIP model, for the CLIP score.")
+        str | None,
+        typer.Option(help="Hub id or folder of a CLIP model, for 100 x the cosine of image and prompt."),
     ] = None,
     score: Annotated[
         list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; repeatable.")
@@ -116,7 +99,7 @@ def compare_variants(
     device: _DEVICE = "cpu",
     output: _OUTPUT = None,
 ) -> None:
-    """Compare sample sets from the same noise: scores, and similarity to the first set."""
+    """Score sample sets, and compare those from the same noise with the first one, also by similarity."""
     from ..generation.similarity import load_similarities
     from .clip import ClipScorer
     from .compare import SampleScore, compare_sets, read_variants, score_table
@@ -126,10 +109,11 @@ def compare_variants(
     scores: dict[str, SampleScore] = {x: load_callable(str(y)) for x, y in parse_settings(score or ()).items()}
     if clip_model is not None:
         scores["clip_score"] = ClipScorer(clip_model, device)
-    similarities, missing = load_similarities(device) if similarity else ({}, [])
+    similarities, missing = load_similarities(device) if similarity and sets[1:] else ({}, [])
     variants, remarks = compare_sets(sets, sample_scores=scores, similarities=similarities)
     typer.echo(text_table(*score_table(variants), right=True))
-    typer.echo("\n".join([*missing, *remarks]))
+    for remark in (*missing, *remarks):
+        typer.echo(remark)
     if output is not None:
         found = {
             one.name: {
@@ -151,7 +135,7 @@ def set_options(
     return {"family": family, "set_seed": seed, "batch_size": batch_size}
 
 
-_SAMPLES = expand_options(pipeline_options, patch_options, set_options)
+_SAMPLES = expand_options(*CHOICE, set_options)
 
 
 @samples.command()

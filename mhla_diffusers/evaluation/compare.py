@@ -59,8 +59,6 @@ class Variant:
 
 def read_variants(folders: Sequence[Path]) -> list[Variant]:
     """Read sample sets; ValueError unless they hold the same samples, made with the same settings and seeds."""
-    if len(folders) < 2:
-        raise ValueError(f"A comparison needs at least two sample sets, got {len(folders)}.")
     variants = [Variant(folder, require_samples(folder)) for folder in folders]
     check_unique([variant.name for variant in variants], "Rows are named after folders, and the name")
     for first, second in pairwise(variants):
@@ -91,8 +89,8 @@ def compare_sets(
     by, damaged files, or a score that is not one number per sample.
     """
     base, *others = variants = read_variants(folders)
-    if not (sample_scores or similarities):
-        raise ValueError("Give --clip-model, --score NAME=package.module:callable or --similarity to compare by.")
+    if not (sample_scores or (similarities and others)):
+        raise ValueError("Give --clip-model, --score NAME=package.module:callable or a second set to compare with.")
     for name, function in (sample_scores or {}).items():
         expected = score_samples(base.folder, base.record.samples, name, function)
         base.scores[name] = mean_of(expected)

@@ -216,8 +216,10 @@ MODELS: dict[str, tuple[Model, ...]] = {
     "wan": (
         _wan("wan2.1-1.3b", 12, 8960, 30),
         _wan("wan2.1-14b", 40, 13824, 40),
-        # the transformer of the tiny pipeline of this name, with RoPE for larger sizes
-        tiny_video("wan", _WAN, _TINY_WAN, heads=3, head_dim=32, layers=4),
+        # transformer and tokens of the tiny pipeline of this name, with RoPE for larger sizes
+        tiny_video(
+            "wan", _WAN, _TINY_WAN, heads=3, head_dim=32, layers=4, sizes=squares(64), stride=4, temporal_stride=1
+        ),
     ),
     # numbers of diffusers' script that converts the checkpoints
     "skyreels_v2": (

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .names import expand_options, patch_options, pipeline_options, read_prompts
+from .names import CHOICE, expand_options, read_prompts
 
 
-@expand_options(pipeline_options, patch_options)
+@expand_options(*CHOICE)
 def generate_command(
     family: Annotated[str, typer.Argument(help="wan, flux, mochi, …; mhla info lists all.")],
     options: dict[str, Any],

@@ -12,9 +12,9 @@ import numpy
 import torch
 
 from ..devices import launched_on_cpus
-from ..files import IMAGE_SUFFIXES, VIDEO_SUFFIXES, file_hash, folder_for_results, visible_files
+from ..files import file_hash, folder_for_results
 from ..settings import PositiveInteger, Seed, check_value, differences
-from .pipelines import PipelineChoice
+from .pipelines import PipelineChoice, usual_clip
 from .pixels import read_picture
 from .record import Record, Sample, read_record, write_sample
 
@@ -38,12 +38,6 @@ class SampleSet(PipelineChoice):
         wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
         if wrong is not None:
             raise ValueError(f"{self.family} generates {suffix} files, not {wrong!r}.")
-
-    def check(self) -> None:
-        """Check patch and settings, and that the pipeline takes pictures if some are given."""
-        super().check()
-        if any(sample.image for sample in self.samples):
-            self.check_arguments(["image"])
 
 
 def plan_samples(
@@ -85,7 +79,7 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
     from diffusers.image_processor import VaeImageProcessor
 
     with folder_for_results(config.output, lock=process == 0):
-        config.check()
+        config.check(*(["image"] if any(sample.image for sample in config.samples) else []))
         record = _record_with(config)
         missing = []
         for sample in config.samples[process::processes]:
@@ -98,6 +92,7 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             return
         pipe = config.load(sorted({sample.text for sample in config.samples}))
         pipe.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
+        rate = round(usual_clip(config.model, config.of_family).fps)
         for start in range(0, len(missing), config.batch_size):
             batch = missing[start : start + config.batch_size]
             noise = [torch.Generator().manual_seed(sample.seed) for sample in batch]
@@ -113,7 +108,7 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
                     )
                 if sample.file.endswith(".png"):
                     (result,) = VaeImageProcessor.numpy_to_pil(result)
-                write_sample(result, config.output / sample.file, config.video_rate)
+                write_sample(result, config.output / sample.file, rate)
                 yield sample, True
 
 
@@ -139,10 +134,9 @@ def _record_with(config: SampleSet) -> Record:
     folder, record = config.output, read_record(config.output)
     present = [one for one in record.samples if (folder / one.file).is_file()] if record else []
     if record is None or not present:  # without samples a record is left over from a run that failed
-        media = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
-        foreign = next((name for name in visible_files(folder) if name.lower().endswith(media)), None)
+        foreign = next((one.file for one in config.samples if (folder / one.file).is_file()), None)
         if foreign is not None:
-            raise ValueError(f"{folder} has files of another set, such as {foreign}. Choose an empty folder.")
+            raise ValueError(f"{folder} has a file {foreign} of another set. Choose an empty folder.")
         return Record(config.choices, sorted(config.samples, key=lambda one: one.file))
     changed = [f"{name}={old!r}, now {new!r}" for name, old, new in differences(record.choices, config.choices)]
     if changed:

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..files import check_unique, read_csv, read_json_lines, read_lines
-from ..reporting import parse_size
-from ..settings import parse_assignment, parse_yaml
+from ..settings import parse_assignment
 
 
 def read_prompts(path: Path) -> tuple[tuple[str, Path | None], ...]:
@@ -48,11 +47,25 @@ def pipeline_options(
         str | None,
         typer.Option(help="Profile (faithful, balanced, fast), preset, YAML file, or saved patch (folder or Hub id)."),
     ] = None,
+) -> dict[str, Any]:
+    """Return the options as arguments of :class:`PipelineChoice`, as all groups below."""
+    return {"model": model, "patch": patch}
+
+
+def device_options(
     device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; default: bfloat16 on a GPU, else float32."),
     ] = None,
+) -> dict[str, Any]:
+    """Return names of device and type; ValueError unless both are there."""
+    from ..devices import device_and_type
+
+    return {"device": device, "dtype": str(device_and_type(device, dtype)[1]).removeprefix("torch.")}
+
+
+def call_options(
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,40 +73,22 @@ def pipeline_options(
         ),
     ] = None,
 ) -> dict[str, Any]:
-    """Return the options as arguments of :class:`PipelineChoice`, with ``settings`` parsed."""
-    from ..devices import device_and_type
-
-    kind = str(device_and_type(device, dtype)[1]).removeprefix("torch.")
-    named = {"model": model, "patch": patch, "device": device, "dtype": kind}
-    return {**named, "settings": parse_settings(settings or ())}
-
-
-def call_options(
-    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
-) -> dict[str, Any]:
     """Return arguments of a pipeline's call, as ``settings``."""
-    height, width = (None, None) if size is None else parse_size(size)
-    given = {"num_inference_steps": steps, "guidance_scale": guidance, "height": height, "width": width}
-    return {"settings": {name: x for name, x in (given | {"num_frames": frames}).items() if x is not None}}
+    return {"settings": parse_settings(settings or ())}
 
 
 def patch_options(
-    density: Annotated[
-        float | None, typer.Option(help="Share of block pairs with exact softmax; faithful has .1.")
+    change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Setting of the patch to change, such as density=0.05; repeatable."),
     ] = None,
-    dense_first: Annotated[str | None, typer.Option(help="Dense steps at the start: 3, or 0.2 for a share.")] = None,
-    dense_last: Annotated[str | None, typer.Option(help="Dense steps at the end, likewise.")] = None,
-    dense_every: Annotated[int | None, typer.Option(help="One dense step every this many steps; 0: never.")] = None,
-    dense_layers: Annotated[int | None, typer.Option(help="Number of first layers that stay dense.")] = None,
 ) -> dict[str, Any]:
     """Return settings that change those of a patch, as ``patch_settings``."""
-    shares = {"dense_first": dense_first, "dense_last": dense_last}
-    given: dict[str, Any] = {name: parse_yaml(x, f"--{name}") for name, x in shares.items() if x is not None}
-    given |= {"density": density, "dense_every": dense_every, "dense_layers": dense_layers}
-    return {"patch_settings": {name: value for name, value in given.items() if value is not None}}
+    return {"patch_settings": parse_settings(change or ())}
+
+
+CHOICE = (pipeline_options, device_options, call_options, patch_options)
+"""Groups that choose a pipeline, its patch and its call."""
 
 
 def expand_options(*groups: Callable[..., dict[str, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -55,8 +55,6 @@ class PipelineChoice:
             )
         object.__setattr__(self, "model", self.model or f"tiny-{self.family}")
         device_and_type(self.device, self.dtype)
-        steps = self.settings.get("num_inference_steps", 1)
-        check(isinstance(steps, int) and steps > 0, f"num_inference_steps={steps!r} must be an integer of at least 1.")
 
     @property
     def of_family(self) -> Family:
@@ -67,11 +65,6 @@ class PipelineChoice:
     def tiny(self) -> TinyPipeline | None:
         """The tiny pipeline that is asked for; None for any other."""
         return tiny_of(self.model)
-
-    @property
-    def video_rate(self) -> int:
-        """Frames per second of written videos: that of the tiny pipeline, or of the family's clips."""
-        return FRAMES_PER_SECOND if self.tiny is not None else round(self.of_family.default_clip.fps)
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -107,19 +100,23 @@ class PipelineChoice:
         call = [f"{name} {value:g}" for name, value in self.known_arguments.items()]
         return ", ".join([f"{self.model} on {choose_device(self.device)} in {self.dtype}", runs, *changes, *call])
 
-    def check(self) -> None:
-        """Check the patch and the settings of the pipeline's call; reads only the class of the pipeline."""
+    def check(self, *more: str) -> None:
+        """Check the patch, and the settings of the pipeline's call and ``more`` arguments by its class alone.
+
+        ValueError also for an argument that is set elsewhere, and for what is no number where the default is one.
+        """
         if self.patch is None:
             self.of_family.complete(self.patch_settings)
         elif not has_weights(self.patch):
             load_patch(self.patch).patch.replace(**self.patch_settings)
-        self.check_arguments(self.settings)
-
-    def check_arguments(self, names: Iterable[str]) -> None:
-        """Raise ValueError for an argument that a call of the pipeline does not have, or that is set elsewhere."""
         pipeline = self.pipeline_class()
-        known = [name for name in inspect.signature(pipeline.__call__).parameters if name not in _GIVEN]
-        check_names(names, known, f"setting of a call of {pipeline.__name__}")
+        defaults = {name: x.default for name, x in inspect.signature(pipeline.__call__).parameters.items()}
+        known = [name for name in defaults if name not in _GIVEN]
+        check_names([*self.settings, *more], known, f"setting of a call of {pipeline.__name__}")
+        for name, value in self.settings.items():
+            fits = isinstance(value, int | float) and (value >= 1 or name != "num_inference_steps")
+            usual = defaults[name]
+            check(fits or type(usual) not in (int, float), f"{name}={value!r} must be a number, such as {usual}.")
 
     def pipeline_class(self) -> Any:
         """Return the class of the pipeline, read without its weights; raises ValueError if diffusers lacks it."""

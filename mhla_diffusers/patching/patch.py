@@ -99,6 +99,7 @@ def apply_mhla(
 
 def _chosen_families(model: Any, grid: Grid | None, extra: Extras) -> list[tuple[nn.Module, Family]]:
     if grid is None:
+        check(extra == (0, 0), f"extra={extra!r} needs grid=…; a family reads both in every call, so leave it out.")
         return [(one, get_family(one)) for one in find_transformers(model).values()]
     components = components_of(model).items()
     modules = [one for name, one in components if name.startswith(("transformer", "unet"))]

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..generation.names import call_options, expand_options, read_prompts
+from ..generation.names import call_options, device_options, expand_options, read_prompts
 
 
-@expand_options(call_options)
+@expand_options(device_options, call_options)
 def tune_command(
     model: Annotated[str, typer.Argument(help="tiny-wan (or wan), or the Hub id or folder of a pipeline.")],
     prompts: Annotated[Path, typer.Option(help="File with two to ten prompts, one per line, most typical first.")],
@@ -19,8 +19,6 @@ def tune_command(
         float | None, typer.Option(help="Target speedup over the unpatched model, instead of --psnr.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="Start no call after this many minutes.")] = 30,
-    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto: a GPU if there is one.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run; default: outputs/tune/<model>.")] = None,
 ) -> None:
     """Find settings for a model, on your GPU with your prompts. Resumes where it stopped.
@@ -30,18 +28,17 @@ def tune_command(
     import torch
 
     from ..config import USUAL_STEPS
-    from ..devices import device_and_type
     from ..generation.pipelines import PipelineChoice, family_of
     from ..tiny import TINY
     from .candidates import Target
     from .run import tune
 
     Target(psnr, speedup)  # raises before a pipeline is loaded
-    texts, (place, precision) = [text for text, _ in read_prompts(prompts)], device_and_type(device, dtype)
-    name, kind = f"tiny-{model}" if model in TINY else model, str(precision).removeprefix("torch.")
-    choice = PipelineChoice(family_of(name).name, model=name, device=str(place), dtype=kind, **options)
+    texts, name = [text for text, _ in read_prompts(prompts)], f"tiny-{model}" if model in TINY else model
+    choice = PipelineChoice(family_of(name).name, model=name, **options)
     choice.check()
     pipe = choice.load(texts)
+    typer.echo(f"{choice.summary}; after Ctrl-C the same command goes on", err=True)
     call = dict(choice.known_arguments)
     steps = call.pop("num_inference_steps", USUAL_STEPS)
     tuned = tune(

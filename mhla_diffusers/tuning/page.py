@@ -45,9 +45,9 @@ def write_page(tuned: Tuned, record: Mapping[str, Any], file: Path) -> None:
     header = ("candidate", "PSNR, dB", "worst clip", "SSIM", "LPIPS", "seconds", "speedup", "prompts")
     rows = [_cells(number, trial) for number, trial in enumerate(tuned.trials)]
     used = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    shown = [
-        _image(file.parent / "strips" / f"{number}.png") if x.clips else "" for number, x in enumerate(tuned.trials)
-    ]
+    strips = [file.parent / "strips" / f"{number}.png" for number in range(len(tuned.trials))]
+    encoded = [base64.b64encode(x.read_bytes()).decode() if x.is_file() else "" for x in strips]
+    shown = [x and f'<img src="data:image/png;base64,{x}">' for x in encoded]
     table = ""
     for cells, frames in zip([header, *rows], ["frames", *shown], strict=True):
         table += f"<tr>{''.join(f'<td>{escape(cells[column])}</td>' for column in used)}<td>{frames}</td></tr>"
@@ -58,10 +58,6 @@ def write_page(tuned: Tuned, record: Mapping[str, Any], file: Path) -> None:
     body += "".join(f"<p>{escape(remark)}</p>" for remark in tuned.remarks)
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     write_text(f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n", file)
-
-
-def _image(file: Path) -> str:
-    return f'<img src="data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}">'
 
 
 def _cells(number: int, trial: Trial) -> list[str]:

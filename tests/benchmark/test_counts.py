@@ -74,12 +74,12 @@ def test_info_on_a_model():
     assert "21x45x80 = 75,600 tokens" in summary and f"at most {forward}" in summary
     assert "works untrained" in summary and "1.25 PFLOP → 371 TFLOP" in summary
     assert "Self-attention is 84%" in shown and max(map(len, shown.splitlines())) <= 80
-    assert info("--model", "dit-xl-2", "--density", "0.3") != info("--model", "dit-xl-2")
+    assert info("--model", "dit-xl-2", "--change", "density=0.3") != info("--model", "dit-xl-2")
     assert info("--model", "dit-xl-2", "--patch", "faithful") == info("--model", "dit-xl-2")
     most = float(summary.partition("of 50 and in layer 0: a call at most ")[2])
     assert most == pytest.approx(50 / (14 + 36 / forward), abs=0.02)
     assert "dense in steps 1-3, 7, 11, 15, 18 of 18" in " ".join(
-        info("--model", "dit-xl-2", "--dense-first", "3", "--dense-every", "4", "--steps", "18").split()
+        info("--model", "dit-xl-2", "--change", "dense_first=3", "--change", "dense_every=4", "--steps", "18").split()
     )
     assert "density 2.5%" in info("--patch", "fast")
     hybrid = info("--model", "wan2.1-1.3b", "--patch", "wan2.1-t2v-1.3b-hybrid")
@@ -91,9 +91,9 @@ def test_info_on_a_model():
     [
         (("--model", "wan2.1-t2v-1.3b"), "'wan2.1-t2v-1.3b'"),
         (("--model", "dit-xl-2", "--patch", "sana-0.6b"), "'sana'...'dit'"),
-        (("--model", "sana-0.6b", "--density", "0.1"), "density...MHLA"),
-        (("--model", "dit-xl-2", "--dense-every", "1"), "dense_every=1"),
-        (("--density", "0.1"), "--density 0.1"),
+        (("--model", "sana-0.6b", "--change", "density=0.1"), "density...MHLA"),
+        (("--model", "dit-xl-2", "--change", "dense_every=1"), "dense_every=1"),
+        (("--change", "density=0.1"), "--change needs --model"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, offending):

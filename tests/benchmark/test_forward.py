@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from mhla_diffusers import families, is_patched
-from mhla_diffusers.benchmark.cases import choose_cases, models
+from mhla_diffusers.benchmark.cases import choose_cases
 from mhla_diffusers.benchmark.forward import COMPILED, HYBRID, forward_runs
 from mhla_diffusers.benchmark.operator import MHLA, PLAIN, SOFTMAX, SPARSE
 from mhla_diffusers.families import get_family, register_family
 from mhla_diffusers.tiny import pipeline_folder
 
 from ..families.cogview3plus import COGVIEW3PLUS
-from ..models import small_case
 from .commands import measure, medians
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -24,29 +23,14 @@ def a_case(name, size=None):
     return case
 
 
-def on_meta(case, dtype=torch.float32):
-    """Transformer and inputs of its forward."""
-    transformer = case.build(META, dtype)
-    return transformer, case.inputs(transformer, dtype)
-
-
-def test_inputs_are_of_the_types_and_sizes_that_the_model_takes():
-    """PixArt-α's text has a mask of integers, and at 1024 px it is told the size of the picture."""
-    _, inputs = on_meta(a_case("tiny-pixart", "1024"), torch.bfloat16)
-    text, mask = inputs["encoder_hidden_states"], inputs["encoder_attention_mask"]
-    assert (text.shape, text.dtype) == ((1, 120, 32), torch.bfloat16)
-    assert (mask.shape, mask.dtype) == ((1, 120), torch.int64)
-    assert inputs["added_cond_kwargs"]["resolution"].shape == (1, 2)
-
-
 def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
-    """But for the length of its RoPE, which has no weights."""
+    """But for the length of its RoPE, which has no weights; its clips have as many tokens."""
     ships = json.loads((pipeline_folder("wan") / "transformer" / "config.json").read_text())
-    model = models()["tiny-wan"]
-    built = small_case(model).build(META, torch.float32).config
+    case = a_case("tiny-wan")
+    built = case.build(META, torch.float32).config
     built = {name: list(value) if isinstance(value, tuple) else value for name, value in built.items()}
     differ = {name for name, value in ships.items() if name[0] != "_" and built.get(name) != value}
-    assert differ == {"rope_max_seq_len"} and (model.layers, model.heads, model.head_dim) == (4, 3, 32)
+    assert (differ, case.size, case.grid) == ({"rope_max_seq_len"}, "64x64x9", (9, 8, 8))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +39,8 @@ def test_tiny_wan_is_the_transformer_of_the_pipeline_of_this_name():
 )
 def test_configurations_are_those_of_the_real_models(name, parameters, tokens):
     case = a_case(name)
-    transformer, inputs = on_meta(case)
+    transformer = case.build(META, torch.float32)
+    inputs = case.inputs(transformer, torch.float32)
     # diffusers' DiT holds class and time embedders in every layer, which the published count does not
     count = sum(parameter.numel() for parameter in transformer.parameters())
     assert count == pytest.approx(parameters, rel=0.25 if "dit" in name else 0.02)
@@ -117,9 +102,6 @@ def test_a_family_of_the_users_own_is_measured(tmp_path, monkeypatch):
     """It tells its models and what conditions them."""
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     register_family(COGVIEW3PLUS)
-    _, inputs = on_meta(a_case("tiny-cogview3plus", "256"), torch.bfloat16)
-    text = inputs["encoder_hidden_states"]
-    assert (text.shape, text.dtype) == ((1, 224, 32), torch.bfloat16)
     rows = measure(tmp_path, "transformer", "--model", "tiny-cogview3plus", "--size", "64x96")
     assert {"softmax native", SPARSE} <= set(medians(rows)) and MHLA not in medians(rows)
     assert rows[0].tokens == 24

@@ -48,7 +48,7 @@ def test_every_variant_has_a_row(tmp_path):
     assert all(absent[name] for name in gpu_only)
     assert {row.variant.split()[0] for row in rows if row.baseline} == {"softmax"}
     forward, backward = (row for row in rows if row.variant == "MHLA eager")
-    assert (forward.tokens, backward.flops) == (72, 3 * forward.flops)
+    assert (forward.tokens, backward.flops) == (576, 3 * forward.flops)
 
 
 @pytest.mark.parametrize(("wrong", "kind"), [("output", "MHLA"), ("query", "sparse")])

@@ -10,6 +10,8 @@ from mhla_diffusers.tiny import load_tiny, pipeline_folder
 
 from .commands import bench, measure, medians, read_rows
 
+SHORT = ("--model", "tiny-wan", "--set", "num_inference_steps=1", "--set", "num_frames=2", "--repetitions", 1)
+
 
 @pytest.mark.parametrize(
     ("family", "model", "patches", "more"),
@@ -17,12 +19,13 @@ from .commands import bench, measure, medians, read_rows
         ("dit", str(pipeline_folder("dit")), (), ()),  # a folder is measured like the pipeline in it
         ("sana", "tiny-sana", ("tiny-sana-mhla",), ()),
         # patches are disabled in the first step
-        ("wan", "tiny-wan", ("fast", "tiny-wan-sparse"), ("--dense-first", "0.5", "--dense-last", 0)),
+        ("wan", "tiny-wan", ("fast", "tiny-wan-sparse"), ("--change", "dense_first=0.5", "--change", "dense_last=0")),
     ],
 )
 def test_a_call_unpatched_and_patched(tmp_path, family, model, patches, more):
     asked = [word for name in patches for word in ("--patch", name)]
-    rows = measure(tmp_path, "pipeline", "--model", model, "--steps", 2, "--repetitions", 1, *asked, *more)
+    short = ("--set", "num_inference_steps=2", "--repetitions", 1)
+    rows = measure(tmp_path, "pipeline", "--model", model, *short, *asked, *more)
     assert tuple(medians(rows, "whole call")) == (UNPATCHED, *(patches or PROFILES))
     described = "num_inference_steps=2" + (", dense_first=0.5, dense_last=0" if more else "")
     assert {row.case for row in rows} == {f"{model}, {described}"}
@@ -44,10 +47,9 @@ def test_a_patch_is_put_on_and_leaves_no_trace():
 
 
 def test_a_profile_and_another_density(tmp_path):
-    options = ("--model", "tiny-wan", "--steps", 1, "--frames", 2)
-    options += ("--repetitions", 1, "--patch", "fast", "--dense-first", 0)
-    usual, listed = (measure(tmp_path / name, "pipeline", *options, "--density", name) for name in ("0.025", "1"))
-    assert {row.case for row in listed} == {"tiny-wan, num_inference_steps=1, num_frames=2, dense_first=0, density=1.0"}
+    options = (*SHORT, "--patch", "fast", "--change", "dense_first=0", "--change")
+    usual, listed = (measure(tmp_path / x, "pipeline", *options, f"density={x}") for x in ("0.025", "1"))
+    assert {row.case for row in listed} == {"tiny-wan, num_inference_steps=1, num_frames=2, dense_first=0, density=1"}
     found = [next(row.psnr for row in rows if row.variant == "fast" and row.psnr) for rows in (usual, listed)]
     assert found[0] < 60 < found[1]  # at density 1 all is softmax attention, summed in another order
 
@@ -57,8 +59,7 @@ def test_prompts_and_a_patch_by_file_and_a_second_run_beside_the_first(tmp_path)
     prompts.write_text("a seven moving left\na three moving up\n")
     settings = {"density": 0.2, **NOTHING_DENSE}
     patch.write_text(f"family: wan\nbase_model: tiny-wan\ndescription: own\npatch: {settings}\n")
-    options = ("--model", "tiny-wan", "--steps", 1, "--frames", 2, "--repetitions", 1, "--patch", patch)
-    options += ("--device", "cpu", "--output", tmp_path)
+    options = (*SHORT, "--patch", patch, "--device", "cpu", "--output", tmp_path)
     bench("pipeline", *options, "--prompt-file", prompts)
     (first,) = tmp_path.glob("*/pipeline.csv")
     before = first.read_text()

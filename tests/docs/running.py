@@ -25,6 +25,7 @@ WAN_SET = "--set num_inference_steps=1 --set num_frames=7 --set max_sequence_len
 SANA_SET = "--set num_inference_steps=1 --set height=64 --set width=64 --set use_resolution_binning=false"
 DIGITS = "--extractor studies.adaptation.judging:picture_features"
 SHORT = "validation.samples=0 batch_size=1"
+FEW_STEPS = "--set num_inference_steps=4"
 
 FAMILIES = dict(families._FAMILIES)
 """Those that the package knows by itself."""
@@ -96,12 +97,12 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"--weights weights-inception-2015-12-05-6726825d.pth", DIGITS),
     (r"--blocks 3,5,10", "--blocks 2,2,3"),
     # choosing settings
-    (r"^mhla tune wan (.*) --psnr 30 --steps 50", r"mhla tune wan \1 --psnr 5 --steps 4 --frames 2"),
+    (r"^mhla tune wan (.*) --psnr 30( --set \S+)?", rf"mhla tune wan \1 --psnr 5 {FEW_STEPS} --set num_frames=2"),
     # measuring
     (r"^mhla check\b.*", "mhla check --model tiny-dit"),
     (r"bench op --model wan2.1-1.3b --size 480x800", "bench op --model tiny-dit --seconds 0.01"),
     (r"(bench transformer) --model wan2.1-1.3b", r"\1 --model tiny-dit --seconds 0.01"),
-    (rf"bench pipeline --model {TINY_WAN} --steps 20", "bench pipeline --model tiny-dit --steps 1 --repetitions 1"),
+    (rf"bench pipeline --model {TINY_WAN}", f"bench pipeline --model tiny-dit {FEW_STEPS} --repetitions 1"),
 ]  # fmt: skip
 """What stands in the pages → what is run: tiny models for those of the Hub, few steps, small sizes. In this order."""
 
@@ -113,7 +114,7 @@ ONLY_CHECKED: list[tuple[str, str]] = [
     (r"^accelerate launch --config_file .* --num_processes 8", "it takes eight GPUs"),
     (r"^torchrun ", "it takes eight GPUs; tests/patching/test_split.py runs it on two processes"),
     (r"^mhla tune path/or/hub-id ", "it reads a model of the Hub; tests/test_tune.py runs a tiny one"),
-    (r"^mhla eval clip ", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
+    (r"^mhla eval compare .* --clip-model openai", "it downloads CLIP; tests/evaluation runs it with a tiny one"),
 ]
 """Commands that are not run here, and why; that they are there and take these arguments is checked."""
 

@@ -62,19 +62,19 @@ def test_scores_are_cosines_of_image_and_prompt(clip_folder, tmp_path):
         expected = [expected_score(clip_folder, read_sample(folder / one.file), one.text) for one in samples]
     assert scores.tolist() == pytest.approx(expected, abs=1e-3)
     assert len({round(score, 2) for score in expected}) > 2
-    shown = mhla("eval", "clip", folder, "--model", clip_folder, "--output", tmp_path / "clip.json")
+    shown = mhla("eval", "compare", folder, "--clip-model", clip_folder, "--output", tmp_path / "clip.json")
     assert shown.exit_code == 0, shown.output
-    written = json.loads((tmp_path / "clip.json").read_text())
-    assert written["clip_score"] == pytest.approx(float(scores.mean()), abs=1e-3)
+    written = json.loads((tmp_path / "clip.json").read_text())["variants"]["set"]["scores"]
+    assert written["clip_score"]["value"] == pytest.approx(float(scores.mean()), abs=1e-3)
 
 
 def test_sets_are_looked_at_before_a_model_and_one_that_is_not_here_is_said_at_once(tmp_path, monkeypatch):
     """The Hub's client would try for most of a minute."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for command in (("clip", tmp_path, "--model"), ("compare", tmp_path, tmp_path, "--clip-model")):
-        assert "has no samples.json" in str(mhla("eval", *command, "no/model").exception)
-    folder = write_set(write_pictures(tmp_path / "set", 1, size=16), ["a"])
-    assert "HF_HUB_OFFLINE" in str(mhla("eval", "clip", folder, "--model", "no/model").exception)
+    asked = ("eval", "compare", tmp_path, "--clip-model", "no/model")
+    assert "has no samples.json" in str(mhla(*asked).exception)
+    write_set(write_pictures(tmp_path, 1, size=16), ["a"])
+    assert "HF_HUB_OFFLINE" in str(mhla(*asked).exception)
 
 
 def test_weights_that_lack_tensors_are_refused(clip_folder, tmp_path):

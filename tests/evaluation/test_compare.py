@@ -89,7 +89,6 @@ def test_videos_are_averaged_over_frames(tmp_path):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (lambda sets: sets[:1], {}, "got 1"),
         (lambda sets: [sets[0], sets[0]], {}, "'softmax' is given twice"),
         (lambda sets: [sets[0], made(sets[0].parent / "other", 128, dtype="a")], {}, r"dtype \(None and 'a'\)"),
         (lambda sets: [sets[0], made(sets[0].parent / "other", 128, model_content="a")], {}, "model_content"),
@@ -100,7 +99,7 @@ def test_videos_are_averaged_over_frames(tmp_path):
             "0000.png .*9, 9",
         ),
         (lambda sets: sets, {"sample_scores": {"odd": lambda images, texts: torch.full((30,), math.nan)}}, "odd .*nan"),
-        (lambda sets: sets, {}, "--clip-model, --score .*--similarity"),
+        (lambda sets: sets, {}, "--clip-model, --score .*a second set"),
     ],
 )
 def test_sets_that_cannot_be_compared_are_refused(folders, change, options, message):

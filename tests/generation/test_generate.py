@@ -86,7 +86,7 @@ def test_a_folder_of_other_samples_is_refused(tmp_path):
     not_made(numbered(tmp_path, seed=1), "000000.png .*seed 0.*100")
     not_made(numbered(tmp_path, settings={}), "num_inference_steps=2, now None")
     not_made(numbered(tmp_path, samples=[Sample("000000.png", "7")]), "000000.png .*'0'.*'7'")
-    not_made(numbered(write_pictures(tmp_path / "foreign", 1)), "0000.png")
+    not_made(numbered(write_pictures(tmp_path / "foreign", 1), samples=[Sample("0000.png", "7")]), "0000.png")
     (tmp_path / "samples.json").write_text("[]")
     not_made(numbered(tmp_path, count=2), "samples.json")
 
@@ -104,7 +104,7 @@ def test_further_prompts_and_seeds_join_a_folder(tmp_path):
     ("choice", "told"),
     [
         ((), "unpatched, num_inference_steps 1, guidance_scale 4"),
-        (("--patch", "faithful", "--density", "0.05"), "patch faithful, density 0.05, num_inference_steps 1"),
+        (("--patch", "faithful", "--change", "density=0.05"), "patch faithful, density 0.05, num_inference_steps 1"),
         (("--patch", "dit-xl-2-256"), "patch dit-xl-2-256"),
         (("--patch", "tiny-dit-sparse", "--set", "guidance_scale=2"), "patch tiny-dit-sparse, .*, guidance_scale 2"),
     ],
@@ -138,6 +138,8 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
         (("stable-cascade", "x"), "Unknown family 'stable-cascade'; "),
         (("wan",), "mhla generate wan PROMPT"),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
+        (("dit", "seven", "--set", "num_inference_steps=0"), "num_inference_steps=0"),
+        (("dit", "seven", "--set", "guidance_scale=abc"), "guidance_scale='abc' must be a number, such as 4.0"),
         (("dit", "seven", "--patch", "nope"), "Unknown patch 'nope'"),
         (("dit", "3", "--patch", "me/nowhere"), "me/nowhere"),
         (("dit", "seven", "--prompt-file", "nowhere.txt"), "nowhere.txt"),
@@ -186,8 +188,6 @@ def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"samples": [Sample("a.mp4", "1")]}, "'a.mp4'"),
-        ({"settings": {"num_inference_steps": 0}}, "num_inference_steps=0"),
-        ({"settings": {"num_inference_steps": "two"}}, "num_inference_steps='two'"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"device": "tpu9"}, "device='tpu9'.*cpu"),
         ({"samples": lambda: plan_samples(["1"], ".png", (0, -1))}, "seeds.1=-1 .*0"),
