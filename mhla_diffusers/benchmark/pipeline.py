@@ -47,6 +47,7 @@ def benchmark_pipeline(
     so are the unpatched pipeline's own, to see whether a call can be repeated. The profiles are called without
     ``patches``, and one prompt without ``prompts``; ``changes`` replace settings of all patches, such as ``density``.
     """
+    patches = patches or tuple(PROFILES)
     for name in patches:
         replace(choice, patch=name, patch_settings=dict(changes)).check()
         folder = adapted_patches().get(name, Path(name))
@@ -56,7 +57,7 @@ def benchmark_pipeline(
     pipe = choice.load(texts)
     settings = [f"{name}={x}" for name, x in {**choice.settings, **changes}.items()]
     case = ", ".join([choice.model, *settings, *([f"{len(prompts)} prompts"] if prompts else [])])
-    names = (UNPATCHED, *(patches or PROFILES))
+    names = (UNPATCHED, *patches)
     rows = {name: Row(name, case, "whole call", baseline=name == UNPATCHED) for name in names}
     references: dict[str, torch.Tensor] = {}
     times: dict[str, list[float]] = {name: [] for name in names}

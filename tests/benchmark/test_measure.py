@@ -97,7 +97,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
         ("transformer --model tiny-dit --size 64x64x9", "64x64x9"),
         ("pipeline --set height=64", "'height'"),
         ("pipeline --patch fast --change dense_first=1.2", "dense_first...1.2"),
-        ("pipeline --patch fast --change density=2", "density=2"),
+        ("pipeline --change density=2", "density=2"),
         ("pipeline --patch tiny-dit-sparze", "'tiny-dit-sparze'...tiny-dit-sparse"),
         ("pipeline --patch .", "'.'"),
         ("pipeline --model .", "model_index.json"),
