@@ -5,8 +5,6 @@ import os
 import psutil
 import torch
 
-from .errors import check_choice
-
 FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by name."""
 PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16}
@@ -21,7 +19,8 @@ def choose_device(name: str) -> torch.device:
     if accelerator is not None:
         kind, count = accelerator.type, torch.accelerator.device_count()
         known += [kind, *(f"{kind}:{index}" for index in range(count))]
-    check_choice("device", name, known)
+    if name not in known:
+        raise ValueError(f"device={name!r} is not available; allowed: {', '.join(known)}.")
     return torch.device(name)
 
 
@@ -29,7 +28,8 @@ def device_and_type(device: str, dtype: str | None) -> tuple[torch.device, torch
     """Return device and type by their names, by default bfloat16 on a GPU and float32 on a CPU."""
     place = choose_device(device)
     dtype = dtype or ("float32" if place.type == "cpu" else "bfloat16")
-    check_choice("dtype", dtype, list(FLOAT_TYPES))
+    if dtype not in FLOAT_TYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; allowed: {', '.join(FLOAT_TYPES)}.")
     return place, FLOAT_TYPES[dtype]
 
 

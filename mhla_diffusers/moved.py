@@ -11,7 +11,7 @@ MOVED: dict[str, str] = {
     "bench plot": "The CSV files of `mhla bench` open in pandas and any spreadsheet.",
     "demo": "`mhla bench pipeline --model tiny-wan` times the profiles; studies/quality judges adapted patches.",
     "dinov2": "Use apply_mhla(model, grid=…, extra=(1, 0)); studies/real_weights/dinov2.py shows it, and MHLA.",
-    "eval clip": "`mhla eval compare FOLDER --clip-model openai/clip-vit-large-patch14` computes it.",
+    "eval clip": "It is `mhla eval compare FOLDER --clip-model openai/clip-vit-large-patch14`.",
     "eval samples prompts": "`mhla generate FAMILY --prompt-file FILE` makes such a set; accelerate launch shares it.",
     "pooled-vit": "studies/classify/pooled_vit.py registers it.",
     "tiny-wan-4-steps": "Distillation to four steps is a study, studies/few_steps/, and ships no patch.",
