@@ -11,7 +11,7 @@ from .benchmark.cases import Shape, choose_cases
 from .benchmark.correctness import operator_errors, too_large
 from .benchmark.measure import Row, Runs, gather_conditions, page_of, time_interleaved
 from .benchmark.operator import softmax_runs
-from .config import PROFILES, USUAL_STEPS, SparseConfig
+from .config import PROFILES, USUAL_STEPS
 from .devices import device_and_type
 from .patching.describe import dense_in_words
 from .reporting import markdown_table
@@ -47,8 +47,7 @@ def check(
     plain = case.flops()
     whole, share = sum(plain.values()), plain["self-attention"] / sum(plain.values())
     bounds = {}
-    for name, settings in PROFILES.items():
-        config = SparseConfig(**settings)
+    for name, config in PROFILES.items():
         left = sum(case.flops(config).values())
         call, steps = config.call_speedup(whole, left, USUAL_STEPS), dense_in_words(config, USUAL_STEPS)
         bounds[name] = f"{whole / left:.2f}", f"{call:.2f}", steps
@@ -93,9 +92,8 @@ def _runs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Runs:
     inputs = query, key, value = shape.draw_inputs(device, dtype)
     about = f"one attention, {shape.tokens:,} tokens"
     runs: Runs = {Row(name, about, baseline=True): run for name, run in softmax_runs(inputs).items()}
-    for name, settings in PROFILES.items():
-        density = SparseConfig(**settings).density
-        runs[Row(name, about)] = partial(sparse_attention, query, key, value, shape.grid, density=density)
+    for name, config in PROFILES.items():
+        runs[Row(name, about)] = partial(sparse_attention, query, key, value, shape.grid, density=config.density)
     return {row: run if isinstance(run, str) else torch.no_grad()(run) for row, run in runs.items()}
 
 

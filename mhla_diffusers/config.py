@@ -170,7 +170,7 @@ class SparseConfig(PatchConfig):
     @property
     def profile(self) -> str:
         """Name of the profile with these settings; "" for none."""
-        return next((name for name, settings in PROFILES.items() if SparseConfig(**settings) == self), "")
+        return next((name for name, config in PROFILES.items() if config == self), "")
 
     def rule_on(self, grid: Sequence[int]) -> ContentRule:
         """Return the rule that chooses lists on a token grid."""
@@ -338,12 +338,12 @@ class CausalConfig(LinearConfig):
 
 AnyPatch = Annotated[PatchConfig, BeforeValidator(lambda x: PatchConfig.read(x) if isinstance(x, Mapping) else x)]
 """Field for settings of any kind; in a mapping their names say which."""
-PROFILES: dict[str, dict[str, Any]] = {
-    "faithful": {},
-    "balanced": {"density": 0.05, "dense_first": 0.1, "dense_last": 0, "dense_layers": 0},
-    "fast": {"density": 0.025, "dense_first": 1, "dense_last": 0, "dense_layers": 0},
+PROFILES = {
+    "faithful": SparseConfig(),
+    "balanced": SparseConfig(density=0.05, dense_first=0.1, dense_last=0, dense_layers=0),
+    "fast": SparseConfig(density=0.025, dense_first=1, dense_last=0, dense_layers=0),
 }
-"""Name → settings of :class:`SparseConfig` that differ from its defaults, which are the first (docs/settings.md)."""
+"""Name → settings, of which the first are the defaults (docs/settings.md)."""
 NOTHING_DENSE: dict[str, Any] = {"dense_first": 0, "dense_last": 0, "dense_every": 0, "dense_layers": 0}
 """Settings of :class:`SparseConfig` by which it runs in every step and layer."""
 KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)
@@ -411,7 +411,7 @@ def load_patch(name_or_path: str | Path) -> Patch:
     """Read a profile or a preset by its name, or a patch from a YAML file."""
     name, path = str(name_or_path), Path(name_or_path)
     if name in PROFILES:
-        return Patch("", "", f"the profile {name!r} of sparse attention", SparseConfig(**PROFILES[name]))
+        return Patch("", "", f"the profile {name!r} of sparse attention", PROFILES[name])
     if name in patch_names():
         path = patch_folder() / f"{name}.yaml"
     if path.suffix in (".yaml", ".yml"):

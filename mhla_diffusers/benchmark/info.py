@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import typer
+import yaml
 
 from ..attention import BACKENDS, feature_map_names
 from ..config import LinearConfig, PatchConfig, SparseConfig, adapted_patches, load_patch, patch_names
@@ -121,23 +122,15 @@ def _read_patch(patch: str) -> tuple[Any, str, PatchConfig]:
 
 
 def print_any_patch(patch: str) -> None:
-    """Print a preset by its name or YAML path, or a saved patch by its name or folder."""
+    """Print a preset by its name or YAML path, or a saved patch by its name or folder, as YAML."""
     content, _, config = _read_patch(patch)
-    said = "is a saved patch with weights, for load_mhla():" if has_weights(patch) else "runs"
-    _say(f"{patch} {said} {summary_of(config)}\n")
-    _print_table(getattr(content, "description", "Saved patch"), ["setting", "value"], _rows(content.to_dict()))
-
-
-def _rows(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return dotted name and text of every value of nested settings; of names of weights there are many."""
-    rows = []
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            rows += _rows(value, f"{prefix}{name}.")
-        else:
-            text = f"{len(value)}, such as {value[0]}" if name == "base_weights" and value else str(value)
-            rows.append((f"{prefix}{name}", text))
-    return rows
+    runs, _, needs = summary_of(config).partition("; ")
+    _say(f"{patch} runs {runs}; {'a saved patch with weights, for load_mhla()' if has_weights(patch) else needs}\n")
+    shown = content.to_dict()
+    for part in shown.get("transformers", {}).values():
+        names = part["base_weights"]
+        part["base_weights"] = f"{len(names)}, such as {names[0]}" if names else 0
+    typer.echo(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=70), nl=False)
 
 
 def _say(text: str) -> None:

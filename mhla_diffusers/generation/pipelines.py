@@ -156,12 +156,9 @@ def load_pipeline(model: str, family: str, device: str, dtype: torch.dtype, with
     source = pipeline_source(model)
     import_module(family_named(family).library)  # diffusers loads classes only from imported modules
     absent = {name: transformer_without_weights(source, family, name) for name in without_weights}
-    name = _index(source).get("_class_name")
     # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
-    pipe = getattr(diffusers, str(name), diffusers.DiffusionPipeline).from_pretrained(source, dtype=dtype, **absent)
-    for name in absent:  # cannot be moved
-        setattr(pipe, name, None)
-    pipe.to(choose_device(device))
+    kind = getattr(diffusers, str(_index(source).get("_class_name")), diffusers.DiffusionPipeline)
+    pipe = kind.from_pretrained(source, dtype=dtype, **dict.fromkeys(absent)).to(choose_device(device))
     for name, transformer in absent.items():
         setattr(pipe, name, transformer)
     pipe.set_progress_bar_config(disable=True)

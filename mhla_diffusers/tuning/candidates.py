@@ -22,8 +22,6 @@ LADDERS: dict[str, tuple[Any, ...]] = {
 """Setting → the values that are tried, from cheap to faithful."""
 DEFAULT_PSNR = 30.0
 """Target in dB where none is given."""
-PROFILE_CONFIGS = {name: SparseConfig(**settings) for name, settings in reversed(PROFILES.items())}
-"""From cheap to faithful."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Candidate:
         own = {name: getattr(self.config, name) for name in LADDERS}
         changes = {
             profile: [f"{name} {value}" for name, value in own.items() if value != getattr(usual, name)]
-            for profile, usual in PROFILE_CONFIGS.items()
+            for profile, usual in reversed(PROFILES.items())
         }
         nearest = min(changes, key=lambda profile: len(changes[profile]))
         return ", ".join([nearest, *changes[nearest]])
@@ -196,7 +194,7 @@ class Search:
             effect = self._effect(one)
             return effect not in tried and len(effect[1]) < self.steps
 
-        for profile in filter(is_new, map(Candidate, PROFILE_CONFIGS.values())):
+        for profile in filter(is_new, map(Candidate, reversed(PROFILES.values()))):  # from cheap to faithful
             return profile
         able = [one for one in trials if one.clips]
         best = min(able, key=self.rank, default=None)

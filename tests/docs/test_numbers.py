@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mhla_diffusers.benchmark.cases import choose_cases
 from mhla_diffusers.cli import app
-from mhla_diffusers.config import KINDS, PROFILES, SparseConfig, load_patch
+from mhla_diffusers.config import KINDS, PROFILES, load_patch
 from mhla_diffusers.families import families
 from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.patching.describe import steps_in_words
@@ -69,7 +69,7 @@ def test_readme_says_what_the_profiles_bring_and_which_steps_are_dense():
     rows = {name.strip("`"): cells for name, *cells in table_under((ROOT / "README.md").read_text(), "profile |")}
     assert list(rows) == list(PROFILES)
     for name, (density, dense, counted) in rows.items():
-        config = SparseConfig(**PROFILES[name])
+        config = PROFILES[name]
         assert density == f"{100 * config.density:g} %"
         assert dense.partition(", and")[0] == steps_in_words(config.dense_steps(50), 50)[len("steps ") : -len(" of 50")]
         for size, number in zip(("480x832", "720x1280"), re.findall(r"\d\.\d\d", counted), strict=True):
@@ -79,11 +79,11 @@ def test_readme_says_what_the_profiles_bring_and_which_steps_are_dense():
 
 def test_dense_steps_of_the_profiles_are_counted():
     rows = table_under((ROOT / "docs/settings.md").read_text(encoding="utf-8"), "profile | 4 steps")
-    for (name, *cells), (profile, settings) in zip(rows, PROFILES.items(), strict=True):
+    for (name, *cells), (profile, config) in zip(rows, PROFILES.items(), strict=True):
         assert name == f"`{profile}`"
         for cell, count in zip(cells, (4, 20, 28, 50), strict=True):
             found = [range(int(part.split("-")[0]) - 1, int(part.split("-")[-1])) for part in cell.split(", ")]
-            assert tuple(step for steps in found for step in steps) == SparseConfig(**settings).dense_steps(count)
+            assert tuple(step for steps in found for step in steps) == config.dense_steps(count)
 
 
 def test_flops_of_sparse_attention_and_mhla():
@@ -188,10 +188,8 @@ def test_settings_hold_every_field_and_its_default():
     for name, (_, cell, meaning) in zip(names, rows, strict=True):
         default, cell = found[name].default, cell.strip()
         assert meaning.strip(), name
-        if default is MISSING:
-            assert cell == "required", name
-        elif name == "blocks":  # a patch file needs them, and in Python the family has some
-            assert cell == "family's", name
+        if default is MISSING:  # a patch file needs blocks, and in Python the family has some
+            assert cell == ("family's" if name == "blocks" else "required"), name
         else:
             written = ast.literal_eval(cell.strip("`"))
             assert (written, type(written)) == (default, type(default)), name

@@ -58,15 +58,6 @@ def test_nineteen_of_twenty_intervals_hold_the_mean_and_none_leaves_the_range():
     assert mean_of(equal[:1]) == (100, None, None)
 
 
-def test_sets_are_compared_with_the_first_sample_by_sample(tmp_path):
-    sets = [made(tmp_path / name, value, size=9) for name, value in (("softmax", 100), ("near", 101), ("far", 110))]
-    (base, near, far), remarks = compare_sets(sets, similarities={"step": steps})
-    assert (base.scores, remarks) == ({}, [])
-    # a few pixels are cut off at 255
-    assert near.scores["step"].value == pytest.approx(1, abs=0.01)
-    assert far.scores["step"].value == pytest.approx(10, abs=0.1)
-
-
 def test_videos_are_averaged_over_frames(tmp_path):
     pytest.importorskip("av")
     sets = []
