@@ -65,12 +65,19 @@ def clip_options(
     stride: Annotated[
         int | None, typer.Option(help="Frames between the starts of clips; default: one clip, at the start.")
     ] = None,
+    longest: Annotated[
+        bool,
+        typer.Option(
+            "--longest",
+            help="Cut only the longest clip up to --frames that a video has frames for; a second --frames: at least.",
+        ),
+    ] = False,
     upscale: Annotated[
         bool, typer.Option("--upscale", help="Upscale files that are too small instead of leaving them out.")
     ] = False,
 ) -> dict[str, Any]:
     """Return the arguments of :meth:`DataModel.clips`."""
-    return {"frames": frames, "fps": fps, "sizes": sizes, "stride": stride, "upscale": upscale}
+    return {"frames": frames, "fps": fps, "sizes": sizes, "stride": stride, "longest": longest, "upscale": upscale}
 
 
 @expand_options(clip_options)
@@ -80,6 +87,7 @@ def data_command(
     model: Annotated[str | None, typer.Option(help="Hub id or folder of the pipeline; not needed for latents.")] = None,
 ) -> None:
     """Show which files of a folder of videos, images or latents are used, which are not, and why."""
+    from ..errors import check
     from ..reporting import progress
     from .data.cache import INDEX_NAME, CachedClip, read_index
     from .data.media import find_media, read_files
@@ -89,6 +97,7 @@ def data_command(
     _log_lines()
     data = None if model is None else DataModel(model)
     if (source / INDEX_NAME).is_file():
+        check(not any(options.values()), f"{source} holds latents, whose clips are cut; give no option but --model.")
         files = read_index(source)[1]
     elif data is None:
         raise ValueError(f"How clips are cut from {source} depends on the model; give --model.")
@@ -108,6 +117,9 @@ def encode_command(
     source: Annotated[Path, typer.Option(help="Folder of videos or images with captions.")],
     output: _Output,
     options: dict[str, Any],
+    shuffle_captions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Encode each caption in N orders of its tags between commas.")
+    ] = 1,
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:
@@ -118,7 +130,7 @@ def encode_command(
     from .data.summary import summarize
 
     _log_lines()
-    data, files = DataModel(model), find_media(source)
+    data, files = DataModel(model), find_media(source, shuffle_captions)
     data.check_captions(files)
     clips = data.clips(**options)
     with folder_for_results(output):

@@ -17,7 +17,7 @@ from ..files import folder_for_results, read_json, write_whole_folder
 from ..generation.pipelines import family_of, load_pipeline, pipeline_file, pipeline_source, usual_clip
 from ..patching import apply_mhla
 from .config import TrainingConfig
-from .data.cache import LatentCache, LatentMixture, check_made_with
+from .data.cache import LatentCache, check_made_with
 from .data.model import DataModel
 from .recipe import Recipe, TrainingResult, check_fits, check_start, content_of_run
 from .run_folder import AVERAGE, WEIGHTS, find_changes, find_checkpoint, read_state
@@ -70,8 +70,7 @@ class NamedRun:
     def __init__(self, config: TrainingConfig) -> None:
         if config.model is None or config.data is None:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
-        self.config, self.model = config, pipeline_source(config.model)
-        self.shares = {config.data: 1.0} if isinstance(config.data, str) else config.data
+        self.config, self.model, self.data = config, pipeline_source(config.model), config.data
         self.family = trained_family(family_of(self.model, config.component).name)
         self._dtype = PRECISIONS[config.precision]
 
@@ -90,15 +89,14 @@ class NamedRun:
             with _without_warnings():  # that MHLA is not adapted yet
                 return model if patch is None else apply_mhla(model, patch)
 
-    def open_data(self) -> LatentMixture:
-        """Open the folders of latents, in one order however they are listed; ValueError for another model's."""
-        shares = {LatentCache(folder): share for folder, share in sorted(self.shares.items())}
-        made_with = DataModel(self.model).header({})
-        for cache in shares:
-            check_made_with(cache.folder, cache.header, made_with)
-        return LatentMixture(shares)
+    def open_data(self) -> LatentCache:
+        """Open the folders of latents; ValueError for another model's."""
+        data, made_with = LatentCache(self.data), DataModel(self.model).header({})
+        for folder, header in data.headers.items():
+            check_made_with(folder, header, made_with)
+        return data
 
-    def sampler(self, data: LatentMixture) -> Sampler:
+    def sampler(self, data: LatentCache) -> Sampler:
         """Return the function that generates validation samples, at the most common size of the longest clips."""
         from accelerate import PartialState
 
@@ -107,7 +105,7 @@ class NamedRun:
         # the one in training takes the place of its transformer
         pipe = load_pipeline(self.model, self.family.name, device, self._dtype, [component])
         usual = usual_clip(self.model, self.family).fps
-        clips = Counter((clip.bucket, one.header.get("fps", usual)) for one in data.caches for clip in one.clips)
+        clips = Counter((clip.bucket, data.headers[folder].get("fps", usual)) for folder, clip in data.clips)
         (frames, height, width), fps = max(clips, key=lambda clip: (clip[0][0], clips[clip]))
         clip = Clip(frames, fps, ((height, width),))
         return prompt_sampler(pipe, validation.prompts, clip, validation.inference_steps, component)

@@ -14,7 +14,7 @@ from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip
 from mhla_diffusers.generation.pipelines import load_result
 from mhla_diffusers.training import TrainingConfig, ValidationConfig
-from mhla_diffusers.training.data.cache import CacheWriter, SourceFile
+from mhla_diffusers.training.data.cache import CacheWriter, LatentCache, SourceFile, read_index
 from mhla_diffusers.training.finetune import NamedRun, export_checkpoint, finetune
 from mhla_diffusers.training.validation import prompt_sampler
 
@@ -261,3 +261,25 @@ def test_what_is_encoded_is_what_was_announced(tmp_path: Path) -> None:
     for options, named in (((), "--model"), (("--model", "tiny-wan", "--frames", 81), "None of the files")):
         with refused(named):
             _cli("data", videos, *options)
+
+
+def test_the_longest_clips_and_captions_in_several_orders(tmp_path: Path, model: str) -> None:
+    """Of lengths that the model takes; a caption comes first as it was written."""
+    videos, tags = tmp_path / "videos", ["a red ball", "moving left", "white", "slow"]
+    for frames in (4, 6, 14, 18):
+        write_video(videos / f"{frames}.mp4", frames, fps=16)
+        (videos / f"{frames}.txt").write_text(f"{', '.join(tags)}\na red ball\n")
+    clips = ("--longest", "--size", "32x32", "--frames", 17)
+    for fewest, lengths in (((), [5, 13, 17]), (("--frames", 9), [13, 17])):
+        printed = _cli("data", videos, "--model", model, *clips, *fewest).split("\n\n")[1]
+        assert [int(line.split()[1]) for line in printed.splitlines()[1:]] == lengths
+    encode = ("encode", "--model", model, "--source", videos, "--output", tmp_path / "latents", *clips)
+    for _ in range(2):
+        made = _cli(*encode, "--shuffle-captions", 3, "--device", "cpu")
+        files = {file.name: file for file in read_index(tmp_path / "latents")[1]}
+        written, *others, alone = files["18.mp4"].captions
+        assert written == ", ".join(tags) and alone == "a red ball"
+        assert len({written, *others}) == 3 and all(sorted(other.split(", ")) == sorted(tags) for other in others)
+    assert "3 of 4 files are used" in made and len(LatentCache(tmp_path / "latents")[0]) == 1 + 4
+    with refused("latents", "--model"):
+        _cli("data", tmp_path / "latents", "--frames", 9)

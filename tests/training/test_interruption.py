@@ -105,7 +105,7 @@ class _Watched:
 
     def __init__(self, on_read: Callable[[int], object]) -> None:
         self.data, self.on_read, self.read, self.empty = wan_data(), on_read, 0, None
-        self.shapes, self.weights = self.data.shapes, None
+        self.shapes, self.weights = self.data.shapes, self.data.weights
 
     def __len__(self) -> int:
         return len(self.data)

@@ -59,7 +59,7 @@ def test_a_run_that_diverged_ends_with_an_error_and_without_a_result(tmp_path: P
 def test_the_last_checkpoint_before_the_divergence_is_named_and_resumes(tmp_path: Path) -> None:
     """A sample that is not finite in the last update: mended, the run goes on to the end as if nothing had been."""
     usual: dict[str, Any] = {"steps": 8, "learning_rate": 1e-3, "checkpoint_every": 3, "keep_checkpoints": 9}
-    last = next(batches_from(7, [(4, 2, 8, 8)] * 16, batch_size=2, seed=0))[0]
+    last = next(batches_from(7, [(4, 2, 8, 8)] * 16, 2, 0, [1.0] * 16))[0]
     _diverges(tmp_path / "run", "step 7 .*/step-00000006", poisoned_wan_data(last), **usual)
     train(tiny_wan(), wan_data(), settings(tmp_path / "run", **usual), resume="latest")
     train(tiny_wan(), wan_data(), settings(tmp_path / "alone", **usual))
@@ -88,13 +88,13 @@ def test_a_model_from_scratch_learns_and_its_result_is_it_or_its_average(
 def test_order_of_samples_covers_every_epoch_and_keeps_shapes_apart() -> None:
     """What an epoch leaves over begins the next one's batches, so no sample is drawn more often than another."""
     shapes = [(4, 8, 8)] * 6 + [(4, 4, 16)] * 3  # nine batches every two epochs
-    batches = list(islice(batches_from(0, shapes, batch_size=2, seed=0), 18))
+    batches = list(islice(batches_from(0, shapes, 2, 0, [1.0] * 9), 18))
     for epochs in (batches[:9], batches[9:]):
         assert sorted(index for batch in epochs for index in batch) == sorted([*range(9)] * 2)
         assert all(len({shapes[index] for index in batch}) == 1 for batch in epochs)
     assert batches[:9] != batches[9:] and sorted({*batches[0], *batches[1]}) != [0, 1, 2, 3]
     for step in (3, 12):
-        assert list(islice(batches_from(step, shapes, batch_size=2, seed=0), 18 - step)) == batches[step:]
+        assert list(islice(batches_from(step, shapes, 2, 0, [1.0] * 9), 18 - step)) == batches[step:]
 
 
 def test_dit_labels_are_dropped_by_prompt_dropout_alone(tmp_path: Path) -> None:

@@ -20,6 +20,10 @@ CAPTION = "caption-"
 """Beginning of the names of conditioning of a sample's second caption, third, and so on, such as "caption-1/…"."""
 
 
+_Forward = tuple[int, int, list[tuple[int, int]]]
+"""Step, position in its batch of a forward's first sample, and (index, draw of a caption) of the forward's samples."""
+
+
 class TrainingData(Protocol):
     """Samples to train on."""
 
@@ -27,38 +31,33 @@ class TrainingData(Protocol):
     """Conditioning of the empty prompt, for prompt dropout; None where there is none."""
     shapes: Sequence[tuple[int, ...]]
     """Shape of the latents of every sample; a batch has samples of one shape only."""
-    weights: Sequence[float] | None
-    """How often an epoch has every sample, at least 1: with 2.25 twice, or by chance thrice; None for once each."""
+    weights: Sequence[float]
+    """How often an epoch has every sample, at least 1: with 2.25 twice, or by chance thrice."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
 
 
-class InMemoryData:
+class InMemoryData(list[Sample]):
     """Samples in memory."""
 
     def __init__(self, samples: Sequence[Sample], empty: Sample | None = None) -> None:
-        self._samples, self.empty = samples, empty
+        super().__init__(samples)
+        self.empty = empty
         self.shapes: Sequence[tuple[int, ...]] = [tuple(sample["latents"].shape) for sample in samples]
-        self.weights: Sequence[float] | None = None
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index]
+        self.weights: Sequence[float] = [1.0] * len(samples)
 
 
 def batches_from(
-    step: int, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int, weights: Sequence[float] | None = None
+    step: int, shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int, weights: Sequence[float]
 ) -> Iterator[list[int]]:
     """Yield the indices of the samples of a step and of those after it, without end; they depend on seed and step.
 
     Every epoch shuffles the samples, groups them into batches of one shape each, and shuffles the batches. Samples that
     fill no batch wait for the next epoch. ``batch_size`` counts all processes and accumulated forwards.
     """
-    average = torch.ones(len(shapes)) if weights is None else torch.tensor(weights, dtype=torch.float64)
+    average = torch.tensor(weights, dtype=torch.float64)
     begun: dict[tuple[int, ...], list[int]] = {}
     for epoch in count():
         chance = torch.rand(len(shapes), generator=generator_for(seed, "weights", epoch), dtype=torch.float64)
@@ -98,33 +97,30 @@ class NoisedBatches:
 
     def from_step(self, step: int) -> Iterator[NoisedBatch]:
         """Yield the batches of all forwards after some updates, without end; ValueError or OSError for damaged data."""
-        config, size, shapes = self.config, self.config.batch_size, self._data.shapes[: self.training_samples]
-        weights = None if self._data.weights is None else self._data.weights[: self.training_samples]
+        config, size = self.config, self.config.batch_size
+        shapes, weights = self._data.shapes[: self.training_samples], self._data.weights[: self.training_samples]
         needed = size * config.gradient_accumulation * self.processes
 
-        def indices() -> Iterator[list[tuple[int, int]]]:
-            # forward a starts at (a · processes + rank) · size of the update's samples
+        def forwards() -> Iterator[_Forward]:
             for at, chosen in enumerate(batches_from(step, shapes, needed, config.seed, weights), start=step):
-                for start in range(self.rank * size, needed, size * self.processes):
-                    places = range(start, start + size)
+                for first in range(self.rank * size, needed, size * self.processes):
+                    places = range(first, first + size)
                     draws = [generator_for(config.seed, "caption", at, place).initial_seed() for place in places]
-                    yield [(chosen[place], draw) for place, draw in zip(places, draws, strict=True)]
+                    yield at, first, [(chosen[place], draw) for place, draw in zip(places, draws, strict=True)]
 
         loader: DataLoader[Any] = DataLoader(
             _Batches(self._data),
             batch_size=None,
-            sampler=indices(),
+            sampler=forwards(),
             num_workers=config.workers,
             worker_init_fn=_ignore_interrupts,
         )
-        for forward, batch in enumerate(loader, start=step * config.gradient_accumulation):
+        for at, first, batch in loader:
             if isinstance(batch, Exception):
                 raise batch
-            this_step, accumulated = divmod(forward, config.gradient_accumulation)
-            first = (accumulated * self.processes + self.rank) * size
-            yield self._noise(batch, this_step, first, config.prompt_dropout)
+            yield self._noise(batch, at, first)
 
-    def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int, dropout: float) -> NoisedBatch:
+    def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int) -> NoisedBatch:
         latents = batch.pop("latents").float()
         noise, quantiles, dropped = [], [], []
         for position in range(first, first + len(latents)):
@@ -133,7 +129,7 @@ class NoisedBatches:
                 quantiles.append(inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
             else:
                 quantiles.append(random_quantiles(latents.shape[2], self._together, generator))
-            dropped.append(torch.rand((), generator=generator) < dropout)
+            dropped.append(torch.rand((), generator=generator) < self.config.prompt_dropout)
             noise.append(torch.randn(latents.shape[1:], generator=generator))
         if self._data.empty is not None:
             batch = drop_prompts(batch, self._data.empty, torch.stack(dropped))
@@ -159,17 +155,18 @@ def _ignore_interrupts(worker: int) -> None:
 
 
 class _Batches(Dataset[Any]):
-    """Batches, each asked for by the (index, draw) of its samples."""
+    """Batches, each asked for by its forward."""
 
     def __init__(self, data: TrainingData) -> None:
         self._data = data
 
-    def __getitem__(self, key: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor] | Exception:
+    def __getitem__(self, forward: _Forward) -> tuple[int, int, dict[str, torch.Tensor] | Exception]:
         """Read a batch, or return the exception: if raised, workers would send only the text of its traceback."""
+        step, first, samples = forward
         try:
-            return stack_samples([with_one_caption(self._data[index], draw) for index, draw in key])
+            return step, first, stack_samples([with_one_caption(self._data[index], draw) for index, draw in samples])
         except (ValueError, OSError) as error:
-            return error
+            return step, first, error
 
 
 def with_one_caption(sample: Sample, draw: int) -> Sample:

@@ -101,70 +101,57 @@ def check_made_with(folder: Path, made: Mapping[str, Any], wanted: Mapping[str, 
 
 
 class LatentCache:
-    """The clips of a cache, as training data; each file is compared with its hash when it is read.
+    """The clips of folders of latents, as training data; each file is compared with its hash when it is read.
 
-    FileNotFoundError where the cache or a file is missing; ValueError for a damaged one, or no clips.
+    Each of several folders has its share of the samples drawn. The last clips, which a run holds out, are of all
+    folders in proportion to their numbers. FileNotFoundError where a folder or a file is missing; ValueError for a
+    damaged one, or no clips.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.header, files = read_index(self.folder)
-        self.content = file_hash(self.folder / INDEX_NAME)[:16]
-        """Identifies all clips, because the index holds the hash of every file."""
-        self.clips = [clip for file in files for clip in file.clips]
-        check(
-            bool(self.clips),
-            f"{self.folder} holds no clips: encoding stopped before the first, or no file could be used. Repeat "
-            "the mhla encode or mhla synthesize command to resume.",
-        )
-        there = {f"clips/{path.name}" for path in (self.folder / "clips").glob("*.safetensors")}
-        if missing := [clip.file for clip in self.clips if clip.file not in there]:
-            raise FileNotFoundError(f"The cache {self.folder} lacks {', '.join(missing[:5])}. {_remedy(self.folder)}")
-        self.shapes: Sequence[tuple[int, ...]] = [clip.shape for clip in self.clips]
-        self.weights: Sequence[float] | None = None
-        self.empty: Sample | None = self._read(_EMPTY, self.header["empty"])
+    def __init__(self, folders: str | Path | Mapping[str, float]) -> None:
+        shares = folders if isinstance(folders, Mapping) else {str(folders): 1.0}
+        self.headers: dict[Path, dict[str, Any]] = {}
+        self.content: dict[str, str] = {}
+        """Identifies all clips, because the index of a folder holds the hash of every file."""
+        clips: list[tuple[float, float, Path, CachedClip]] = []
+        for name, share in sorted(shares.items()):
+            folder = Path(name)
+            self.headers[folder], files = read_index(folder)
+            self.content[name] = file_hash(folder / INDEX_NAME)[:16]
+            found = [clip for file in files for clip in file.clips]
+            check(
+                bool(found),
+                f"{folder} holds no clips: encoding stopped before the first, or no file could be used. Repeat the "
+                "mhla encode or mhla synthesize command to resume.",
+            )
+            there = {f"clips/{path.name}" for path in (folder / "clips").glob("*.safetensors")}
+            if missing := [clip.file for clip in found if clip.file not in there]:
+                raise FileNotFoundError(f"The cache {folder} lacks {', '.join(missing[:5])}. {_remedy(folder)}")
+            clips += [((at + 0.5) / len(found), share / len(found), folder, clip) for at, clip in enumerate(found)]
+        clips.sort(key=lambda clip: clip[0])
+        least = min(weight for _, weight, _, _ in clips)
+        self.weights: Sequence[float] = [weight / least for _, weight, _, _ in clips]
+        self.clips = [(folder, clip) for _, _, folder, clip in clips]
+        self.shapes: Sequence[tuple[int, ...]] = [clip.shape for _, clip in self.clips]
+        first, header = next(iter(self.headers.items()))
+        self.empty: Sample | None = _read(first, _EMPTY, header["empty"])
 
     def __len__(self) -> int:
         return len(self.clips)
 
     def __getitem__(self, index: int) -> Sample:
         """One clip's tensors; ValueError if its file is damaged."""
-        return self._read(self.clips[index].file, self.clips[index].sha256)
-
-    def _read(self, name: str, sha256: str) -> Sample:
-        content = (self.folder / name).read_bytes()
-        check(
-            hashlib.sha256(content).hexdigest() == sha256,
-            f"{self.folder / name} is damaged or was changed: its SHA-256 is not the one in {INDEX_NAME}. "
-            f"{_remedy(self.folder)}",
-        )
-        return load(content)
+        folder, clip = self.clips[index]
+        return _read(folder, clip.file, clip.sha256)
 
 
-class LatentMixture:
-    """Caches, each with its share of the samples drawn, as training data.
-
-    The last samples, which a run holds out, are of all caches in proportion to their numbers of clips.
-    """
-
-    def __init__(self, shares: Mapping[LatentCache, float]) -> None:
-        self.caches = list(shares)
-        self.empty = self.caches[0].empty
-        self.content = {str(cache.folder): cache.content for cache in self.caches}
-        clips = [(cache, index) for cache in self.caches for index in range(len(cache))]
-        self._clips = sorted(clips, key=lambda clip: (clip[1] + 0.5) / len(clip[0]))
-        self.shapes: Sequence[tuple[int, ...]] = [cache.shapes[index] for cache, index in self._clips]
-        weights = {cache: share / len(cache) for cache, share in shares.items()}
-        least = min(weights.values())
-        self.weights: Sequence[float] | None = [weights[cache] / least for cache, _ in self._clips]
-
-    def __len__(self) -> int:
-        return len(self._clips)
-
-    def __getitem__(self, index: int) -> Sample:
-        """One clip's tensors; ValueError if its file is damaged."""
-        cache, place = self._clips[index]
-        return cache[place]
+def _read(folder: Path, name: str, sha256: str) -> Sample:
+    content = (folder / name).read_bytes()
+    check(
+        hashlib.sha256(content).hexdigest() == sha256,
+        f"{folder / name} is damaged or was changed: its SHA-256 is not the one in {INDEX_NAME}. {_remedy(folder)}",
+    )
+    return load(content)
 
 
 class CacheWriter:

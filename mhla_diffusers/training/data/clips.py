@@ -26,6 +26,8 @@ class Clips(Settings):
     """(height, width) in pixels; a file gets the one nearest in aspect ratio."""
     stride: PositiveInteger | None = None
     """Frames, at ``fps``, from the start of one clip (of each length) to that of the next; None for one start alone."""
+    longest: Flag = False
+    """Whether of the lengths only the longest for which the video has frames is cut from each start."""
     upscale: Flag = False
     """Whether to enlarge files that are smaller than their size; else they are left out."""
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -38,11 +39,12 @@ ReadClip = tuple[torch.Tensor, float]
 """Pixels of a clip or picture, uint8 (3, frames, height, width), and the second of the video at which it begins."""
 
 
-def find_media(folder: Path) -> list[SourceFile]:
+def find_media(folder: Path, orders: int = 1) -> list[SourceFile]:
     """Return the videos and images of a folder with their captions, or the reason why one has none.
 
     Captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file, with one caption per line.
     Metadata has the columns ``file_name`` and ``text``, a text or in JSON a list of several. Hidden files do not count.
+    Each caption is given in up to ``orders`` orders of its parts between commas.
     FileNotFoundError if anything is missing, ValueError for metadata that cannot be read or contradicts itself.
     """
     if not folder.is_dir():
@@ -62,9 +64,19 @@ def find_media(folder: Path) -> list[SourceFile]:
         )
     found = []
     for name, caption in captions.items():
+        caption = _in_several_orders(caption, orders)
         content = hashlib.sha256(f"{fingerprint(folder / name)} {caption}".encode()).hexdigest()[:16]
         found.append(SourceFile(name, caption, content, None if caption else "it has no caption, or an empty one"))
     return found
+
+
+def _in_several_orders(captions: str, orders: int) -> str:
+    """Add other orders to captions, a line each; they depend on the caption alone, so a resumed encoding has them."""
+    lines = []
+    for caption in captions.split("\n"):
+        parts, chance = [part.strip() for part in caption.split(",") if part.strip()], random.Random(caption)
+        lines += [caption, *(", ".join(chance.sample(parts, len(parts))) for _ in range(orders - 1))]
+    return "\n".join(dict.fromkeys(lines))
 
 
 def _captions_beside(files: dict[str, Path], media: Iterable[str]) -> dict[str, str]:
@@ -110,12 +122,11 @@ def read_files(
     def read() -> Iterator[tuple[SourceFile, ReadClip | str | None]]:
         for file in files:
             problem = file.problem
-            if problem is None:
-                try:
-                    for clip in read_clips(folder / file.name, clips):
-                        yield file, clip
-                except (UnreadableMediaError, OSError) as error:
-                    problem = str(error)
+            try:
+                for clip in read_clips(folder / file.name, clips) if problem is None else ():
+                    yield file, clip
+            except (UnreadableMediaError, OSError) as error:
+                problem = str(error)
             yield file, problem
 
     found, kept = read(), list[CachedClip]()
@@ -165,32 +176,35 @@ def _size_of(shape: tuple[int, int], clips: Clips) -> tuple[int, int]:
 
 def _read_video(file: Path, clips: Clips) -> Iterator[ReadClip]:
     """Join the frames nearest to 0, 1 / fps, 2 / fps, … seconds to clips."""
-    shortest, longest = min(clips.frames), max(clips.frames)
-    number, is_found = -1, False
-    begun: list[int] = []  # first frames of clips that lack frames
-    window: dict[int, torch.Tensor] = {}
+    count, found, longest = 0, 0, clips.frames[-1]
+    begun: dict[int, list[torch.Tensor]] = {}  # clips that lack frames, by the number of their first
     with opened_video(file) as (container, stream):
         stream.thread_type = "AUTO"
-        for number, frame in enumerate(frames_at(container.decode(stream), clips.fps)):
-            if number == 0:
+        for count, frame in enumerate(frames_at(container.decode(stream), clips.fps), start=1):
+            if count == 1:
                 size = _size_of(shown_shape(frame, stream), clips)
                 if 0 < (rate := float(stream.average_rate or 0)) < 0.9 * clips.fps and longest > 1:
                     logger.warning("%s has %g frames per second, so at %g some are repeated.", file, rate, clips.fps)
-            if number == 0 or (clips.stride and number % clips.stride == 0):
-                begun.append(number)
+            if count == 1 or (clips.stride and (count - 1) % clips.stride == 0):
+                begun[count - 1] = []
             if begun:
-                window[number] = _fit_frame(frame, stream, size)
-            for first in [first for first in begun if number + 1 - first in clips.frames]:
-                is_found = True
-                pixels = torch.stack([window[place] for place in range(first, number + 1)], dim=1)
-                yield pixels, first / clips.fps
-            begun = [first for first in begun if number + 1 - first < longest]
-            window = {place: window[place] for place in window if begun and place >= begun[0]}
+                pixels = _fit_frame(frame, stream, size)
+            for first, taken in [*begun.items()]:
+                taken.append(pixels)
+                if len(taken) == longest or (len(taken) in clips.frames and not clips.longest):
+                    found += 1
+                    yield torch.stack(taken, dim=1), first / clips.fps
+                if len(taken) == longest:
+                    del begun[first]
             if not begun and clips.stride is None:
                 return
-    if not is_found:
+    for first, taken in begun.items() if clips.longest else ():
+        if fitting := [length for length in clips.frames if length <= len(taken)]:
+            found += 1
+            yield torch.stack(taken[: fitting[-1]], dim=1), first / clips.fps
+    if not found:
         raise UnreadableMediaError(
-            f"too short: {number + 1} frames at {clips.fps:g} fps, but the shortest clip has {shortest}"
+            f"too short: {count} frames at {clips.fps:g} fps, but the shortest clip has {clips.frames[0]}"
         )
 
 

@@ -48,19 +48,24 @@ class DataModel:
         fps: float | None = None,
         sizes: Sequence[str] | None = None,
         stride: int | None = None,
+        longest: bool = False,
         upscale: bool = False,
     ) -> Clips:
         """Return clips of the model's own length, rate and size, or others; ValueError for what it cannot take.
 
         ``sizes`` are texts such as "480x832"; "auto" among them adds usual aspect ratios in the area of the first.
+        ``longest`` adds the model's lengths between the smallest and the largest, or all up to a single one.
         """
         temporal, spatial = strides_of(self.vae, of_videos=self.family.axes == 3)
         step = spatial * self.family.patch_of(self.transformer)[-1]
         chosen = [parse_size(size) for size in sizes or () if size != "auto"] or [*self.usual.sizes]
         if "auto" in (sizes or ()) and not self.family.squares_only:
             chosen = auto_sizes(chosen[0], step)
-        lengths = tuple(sorted(set(frames or (self.usual.frames,))))
-        found = Clips(lengths, fps or self.usual.fps, tuple(chosen), stride, upscale)
+        lengths = sorted(set(frames or (self.usual.frames,)))
+        if longest:
+            least = lengths[0] if len(lengths) > 1 else min(lengths[0], 1 + temporal)
+            lengths = sorted({*lengths, *range(least, lengths[-1], temporal)})
+        found = Clips(tuple(lengths), fps or self.usual.fps, tuple(chosen), stride, longest, upscale)
         squares = self.family.squares_only
         for size in found.sizes:
             height, width = (max(step, round(side / step) * step) for side in size)

@@ -14,7 +14,7 @@ from diffusers import LTXImageToVideoPipeline, WanImageToVideoPipeline
 from mhla_diffusers.families import get_family
 from mhla_diffusers.training import train
 from mhla_diffusers.training.data.batches import NoisedBatches, batches_from
-from mhla_diffusers.training.data.cache import CacheWriter, LatentCache, LatentMixture, SourceFile, read_index
+from mhla_diffusers.training.data.cache import CacheWriter, LatentCache, SourceFile, read_index
 from mhla_diffusers.training.data.clips import Clips
 from mhla_diffusers.training.data.encode import encode_files, synthesize
 from mhla_diffusers.training.data.media import find_media, read_clips
@@ -75,7 +75,7 @@ def test_videos_become_samples_that_train(wan: Saved, videos: Path, tmp_path: Pa
     with torch.no_grad():
         raw = wan[0].vae.encode(pixels[None].float() / 127.5 - 1).latent_dist.mode()[0]
     assert torch.allclose(cache[1]["latents"] * 0.5 + 0.1, raw, atol=1e-5)
-    assert cache.header["frames"] == [5] and cache.shapes == [(4, 2, 4, 4)] * 3
+    assert cache.headers[tmp_path / "cache"]["frames"] == [5] and cache.shapes == [(4, 2, 4, 4)] * 3
     assert cache[0]["encoder_hidden_states"].shape == (512, 8)
     assert train(wan_pipeline().transformer, cache, settings(tmp_path / "run", 2, prompt_dropout=0.5)).finished
 
@@ -173,7 +173,7 @@ def test_cache_of_another_model_or_clip_is_refused(wan: Saved, videos: Path, tmp
     _, other = _saved(wan_pipeline(latent_channels=8), tmp_path / "model")
     copied = shutil.copytree(wan[1].name, tmp_path / "copied")
 
-    def data_for(name: object) -> LatentMixture:
+    def data_for(name: object) -> LatentCache:
         return NamedRun(settings(tmp_path, model=str(name), data=str(tmp_path / "cache"))).open_data()
 
     assert len(data_for(copied)) == 3
@@ -242,11 +242,11 @@ def test_shares_hold_whatever_the_folders_hold(shares: tuple[float, float], tmp_
             sample = {"latents": torch.full((1, frames, 1, 1), float(value))}
             clips = tuple(writer.write(sample, (frames, 16, 16)) for _ in range(number))
             writer.add(SourceFile(str(frames), clips=clips))
-        caches.append(LatentCache(writer.folder))
-    data = LatentMixture(dict(zip(caches, shares, strict=True)))
+        caches.append(str(writer.folder))
+    data = LatentCache(dict(zip(caches, shares, strict=True)))
     is_second = [bool(data[index]["latents"].any()) for index in range(len(data))]
     assert sum(is_second) == 40 and sum(is_second[-8:]) == 2
-    epoch = islice(batches_from(0, data.shapes, 2, 0, data.weights), int(sum(data.weights or ()) / 2))
+    epoch = islice(batches_from(0, data.shapes, 2, 0, data.weights), int(sum(data.weights) / 2))
     drawn = [index for batch in epoch for index in batch]
     assert sum(is_second[index] for index in drawn) / len(drawn) == pytest.approx(shares[1] / sum(shares), abs=0.02)
     assert len({*drawn}) >= len(data) - 4  # a batch begun of every shape

@@ -47,6 +47,9 @@ def test_clips_begin_where_the_settings_say_with_every_length_that_is_left(tmp_p
     ):
         wanted = [(first / 8, length, first) for first, length in expected]
         assert _clips(tmp_path / "a.mp4", replace(clips, stride=stride)) == wanted
+    longest = replace(clips, frames=(1, 3, 5), longest=True)
+    assert _clips(tmp_path / "a.mp4", longest) == [(0, 5, 0)]
+    assert _clips(tmp_path / "a.mp4", replace(longest, stride=4)) == [(0, 5, 0), (0.5, 5, 4), (1, 3, 8)]
     assert _clips(tmp_path / "a.mp4", replace(clips, fps=4.0, stride=5)) == [(0, 1, 0), (0, 5, 0), (1.25, 1, 10)]
 
 
