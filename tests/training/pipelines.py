@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from PIL import Image
 
 from .. import models, pipelines
 from .models import tiny_dit, tiny_sana
@@ -49,7 +50,5 @@ def write_frames(path: Path, frames: "np.ndarray[Any, Any]", fps: int = 8) -> No
 
 
 def write_image(path: Path, size: tuple[int, int] = (40, 40), level: int = 100) -> None:
-    from PIL import Image
-
     path.parent.mkdir(exist_ok=True)
     Image.fromarray(np.full((*size, 3), level, dtype=np.uint8)).save(path)

@@ -33,34 +33,24 @@ def test_yaml_and_dict_round_trip_and_overrides(path: Path) -> None:
     config = TrainingConfig.from_yaml(path, overrides)
     assert (config.steps, config.validation.every, config.seed, config.ema_decay) == (7, 2, 3, 0.9)
     assert isinstance(config.patch, MHLAConfig) and config.patch.layers == "2/3"
-    with pytest.raises(FileNotFoundError):
-        TrainingConfig.from_yaml(path.with_name("none.yaml"))
 
 
 @pytest.mark.parametrize(
     ("text", "override", "named"),
     [
-        (TEXT, "bach_size=2", ["'bach_size'", "'batch_size'"]),
         (TEXT, "objectives.transfr=1", ["objectives", "'transfr'", "'transfer'"]),
         (TEXT, "patch.block=[2]", ["patch", "'block'", "'blocks'"]),
-        (TEXT, "steps=0", ["steps=0", "greater than 0"]),
         (TEXT, "trainable=lora", ["lora_rank"]),
         (TEXT, "lora_rank=4", ["lora_rank=4"]),
         (TEXT, "objectives={diffusion: 0}", ["objectives", "transfer"]),
         (TEXT, "objectives.transfer=1", ["objectives", "patch: outputs/transfer/result"]),
         (TEXT, "patch=null", ["patch"]),
-        (TEXT, "precision=fp16", ["precision='fp16'", "no", "bf16"]),
-        (TEXT, "patch=''", ["patch=''"]),
         (TEXT, "base_dtype=int8", ["base_dtype='int8'", "trainable: lora", "gradient_checkpointing: true"]),
-        (TEXT, "optimizer=adam", ["'adam'", "adafactor"]),
         (TEXT, "optimizer=schedule-free ema_decay=0.9", ["'schedule-free'", "ema_decay=0.9"]),
         (TEXT, "optimizer=schedule-free scheduler=cosine", ["'schedule-free'", "scheduler='cosine'"]),
         (TEXT, "data={a: 3, b: 0}", ["data.b=0", "greater than 0"]),
         (TEXT, "data=3", ["data=3", "string or", "dictionary"]),
         (TEXT, "patch={blocks: [2, 2, 2], layers: none}", ["patch", "layers='none'"]),
-        ("output: here\n", "seed=1", ["steps"]),
-        ("[]", "seed=1", ["run.yaml"]),
-        (TEXT.replace("steps: 20", "steps: 0"), "seed=1", ["run.yaml", "steps=0"]),
         (TEXT.replace("every", "evry"), "seed=1", ["run.yaml", "validation", "'evry'", "'every'"]),
     ],
 )

@@ -56,21 +56,16 @@ def test_two_processes_are_one_with_twice_the_batch(trained: dict[str, Any], tmp
 @pytest.mark.parametrize(
     ("environment", "changes", "message"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP.*finetune/accelerate/ddp.yaml"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DEEPSPEED.*finetune/accelerate/ddp.yaml"),
-        ({"WORLD_SIZE": "2"}, {}, "WORLD_SIZE"),  # launched, but not joined
-        ({"WORLD_SIZE": "2"}, {**LORA, "patch": PATCH, "base_dtype": "int8"}, "base_dtype='int8'.* one process"),
+        ("ACCELERATE_USE_FSDP=true", {}, "FSDP.*finetune/accelerate/ddp.yaml"),
+        ("ACCELERATE_USE_DEEPSPEED=true", {}, "DEEPSPEED.*finetune/accelerate/ddp.yaml"),
+        ("WORLD_SIZE=2", {}, "WORLD_SIZE"),  # launched, but not joined
+        ("WORLD_SIZE=2", {**LORA, "patch": PATCH, "base_dtype": "int8"}, "base_dtype='int8'.* one process"),
     ],
 )
 def test_unsupported_processes_are_refused_before_training(
-    environment: dict[str, str],
-    changes: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    environment: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(*environment.split("="))
     with pytest.raises(ValueError, match=message):
         train(tiny_wan(), wan_data(), settings(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()

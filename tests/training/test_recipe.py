@@ -1,6 +1,5 @@
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -20,8 +19,8 @@ from .models import dit_data, poisoned_wan_data, settings, tiny_dit, tiny_wan, w
 PATCH, SPARSE = MHLAConfig(blocks=(2, 2, 2)), SparseConfig(density=0.5, block_size=2)
 
 
-def _patched() -> Any:
-    return apply_mhla(tiny_wan(), PATCH)
+def _patched(config: Any = PATCH) -> Any:
+    return apply_mhla(tiny_wan(), config)
 
 
 def test_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
@@ -104,9 +103,7 @@ def test_dit_labels_are_dropped_by_prompt_dropout_alone(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "a" / "metrics.jsonl") == read_metrics(tmp_path / "b" / "metrics.jsonl")
 
 
-def test_tensorboard_and_metrics_show_the_same_beside_the_unpatched_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_and_metrics_show_the_same_beside_the_unpatched_loss(tmp_path: Path) -> None:
     """Also where a run goes on from before its last points; the unpatched weights are then no longer those of it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -115,11 +112,6 @@ def test_tensorboard_and_metrics_show_the_same_beside_the_unpatched_loss(
     unpatched = read_metrics(tmp_path / "unpatched" / "metrics.jsonl")[0]["validation_loss"]
     usual |= {"tracker": "tensorboard", "checkpoint_every": 2, "keep_checkpoints": 9, "learning_rate": 1e-2}
     config = settings(tmp_path / "run", patch=PATCH, **usual)
-    with monkeypatch.context() as missing:
-        missing.setitem(sys.modules, "tensorboard", None)
-        with pytest.raises(ImportError):
-            train(_patched(), wan_data(), config)
-        assert not (tmp_path / "run").exists()
     for resume in (None, "latest"):
         train(_patched(), wan_data(), config, resume=resume)
         (board,) = {path.parent for path in tmp_path.rglob("events.out.tfevents*")}
@@ -145,38 +137,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "resume", "error", "words"),
+    ("changes", "words"),
     [
-        ({}, None, ValueError, "step-00000002"),
-        ({}, "{first}", ValueError, "step-00000002.*--resume latest.*output="),
-        ({}, "nowhere", FileNotFoundError, "nowhere .*latest"),
-        ({"output": "x", "patch": PATCH}, None, ValueError, "not patched"),
-        ({"output": "x", "make": _patched}, None, ValueError, "patch=None"),
-        (
-            {"output": "x", "make": lambda: apply_mhla(tiny_wan(), SPARSE), "patch": SPARSE, "trainable": "mhla"},
-            None,
-            ValueError,
-            r"trainable='mhla' .*'attention', 'lora' or 'all'",
-        ),
-        ({"output": "x", "validation": ValidationConfig(16)}, None, ValueError, "validation.samples=16"),
-        ({"output": "x", "prompt_dropout": 0.1, "empty": None}, None, ValueError, "prompt_dropout=0.1"),
-        (
-            {"output": "x", "batch_size": 100, "validation": ValidationConfig(10)},
-            None,
-            ValueError,
-            "batch_size=100 .*validation.samples=10 .* 16 ",
-        ),
+        ({"output": "run"}, "step-00000002"),
+        ({"output": "run", "resume": "{first}"}, "step-00000002.*--resume latest.*output="),
+        ({"output": "run", "resume": "nowhere"}, "nowhere .*latest"),
+        ({"patch": PATCH}, "not patched"),
+        ({"make": _patched}, "patch=None"),
+        ({"make": lambda: _patched(SPARSE), "patch": SPARSE, "trainable": "mhla"}, "'mhla' .*'attention', 'lora'"),
+        ({"prompt_dropout": 0.1, "empty": None}, "prompt_dropout=0.1"),
+        ({"batch_size": 100, "validation": ValidationConfig(10)}, "batch_size=100 .*validation.samples=10 .* 16 "),
     ],
 )
-def test_what_is_refused_before_training(
-    changes: dict[str, Any], resume: str | None, error: type[Exception], words: str, finished: Path
-) -> None:
-    given: dict[str, Any] = {"output": "run", "steps": 2, "make": tiny_wan, "empty": wan_data().empty, **changes}
-    resume = resume and resume.format(first=finished / "run/checkpoints/step-00000001")
+def test_what_is_refused_before_training(changes: dict[str, Any], words: str, finished: Path) -> None:
+    given: dict[str, Any] = {"output": "x", "make": tiny_wan, "empty": wan_data().empty, "resume": "", **changes}
+    resume = given.pop("resume").format(first=finished / "run/checkpoints/step-00000001") or None
     output, transformer = finished / given.pop("output"), given.pop("make")()
-    data = InMemoryData([wan_data()[index] for index in range(16)], given.pop("empty"))
-    with pytest.raises(error, match=words):
-        train(transformer, data, settings(output, **{"ema_decay": 0.9, **given}), resume=resume)
+    data = InMemoryData(wan_data(), given.pop("empty"))
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        train(transformer, data, settings(output, 2, **{"ema_decay": 0.9, **given}), resume=resume)
     assert [path.name for path in finished.iterdir()] == ["run"]
 
 
@@ -197,7 +176,6 @@ def _age(file: Path) -> None:
     ("name", "harm", "words"),
     [
         *((name, _flip, "SHA-256") for name in ("weights.safetensors", "optimizer.bin")),
-        ("weights.safetensors", Path.unlink, "weights.safetensors"),
         *(("state.json", lambda file, x=x: file.write_text(x), "state.json") for x in ("{", "[]", "{}")),
         ("state.json", _age, "earlier version.*patch: …/result"),
     ],

@@ -45,7 +45,7 @@ def find_media(folder: Path, orders: int = 1) -> list[SourceFile]:
     Captions come from metadata.jsonl, from metadata.csv or from a .txt beside each file, with one caption per line.
     Metadata has the columns ``file_name`` and ``text``, a text or in JSON a list of several. Hidden files do not count.
     Each caption is given in up to ``orders`` orders of its parts between commas.
-    FileNotFoundError if anything is missing, ValueError for metadata that cannot be read or contradicts itself.
+    FileNotFoundError for no folder, or none in it; ValueError for metadata that cannot be read or contradicts itself.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder.")
@@ -58,10 +58,6 @@ def find_media(folder: Path, orders: int = 1) -> list[SourceFile]:
         logger.warning("%d files in %s are not in its metadata, such as %s.", len(unlisted), folder, unlisted[0])
     if not captions:
         raise FileNotFoundError(f"{folder} holds no videos or images ({', '.join(_SUFFIXES)}).")
-    if absent := [name for name in captions if not (folder / name).is_file()]:
-        raise FileNotFoundError(
-            f"{folder}: {len(absent)} files of the metadata do not exist, such as {', '.join(absent[:5])}."
-        )
     found = []
     for name, caption in captions.items():
         caption = _in_several_orders(caption, orders)

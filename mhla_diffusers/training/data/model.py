@@ -38,8 +38,8 @@ class DataModel:
         self.transformer = transformer_without_weights(self.name, self.family.name)
         self.vae: dict[str, Any] = read_json(pipeline_file(self.name, "vae/config.json"))
         cls = getattr(diffusers, str(read_json(pipeline_file(self.name, "model_index.json"))["_class_name"]), None)
-        is_known = cls is not None and self.family.calling.begins_with_picture(cls, self.transformer.config)
-        self.begins_with_picture = bool(is_known)
+        begins = cls is not None and self.family.calling.begins_with_picture(cls, self.transformer.config)
+        self.begins_with_picture: bool = begins
         """Whether its pipeline gives the first frame to the transformer, without noise."""
 
     def clips(
@@ -100,11 +100,8 @@ class DataModel:
             parts |= {name: component_identity(self.name, name), f"{name}_weights": fingerprint(Path(self.name, name))}
         return {"family": self.family.name, **parts, "begins_with_picture": self.begins_with_picture, **settings}
 
-    def latent_shape(self, bucket: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the latents of a clip of frames, height and width."""
+    def latents_of(self, bucket: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """Return the shape of the latents of a clip of frames, height and width, and self-attention's tokens."""
         clip = Clip(bucket[0], self.usual.fps, ((bucket[1], bucket[2]),))
-        return self.family.inputs.latent_shape(self.transformer.config, self.vae, clip)
-
-    def tokens(self, latents: tuple[int, ...]) -> int:
-        """Return how many tokens self-attention has for latents of a shape."""
-        return prod(self.family.token_grid(self.transformer, torch.empty(1, *latents, device="meta")))
+        shape = self.family.inputs.latent_shape(self.transformer.config, self.vae, clip)
+        return shape, prod(self.family.token_grid(self.transformer, torch.empty(1, *shape, device="meta")))

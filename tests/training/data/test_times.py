@@ -11,7 +11,6 @@ from diffusers import SkyReelsV2Transformer3DModel, WanTransformer3DModel, WanVA
 import mhla_diffusers as mhla
 from mhla_diffusers.families import arguments_of, get_family, predict
 from mhla_diffusers.training import InMemoryData, TrainingConfig, ValidationConfig, train
-from mhla_diffusers.training.data.batches import NoisedBatches
 from mhla_diffusers.training.data.times import even_quantiles, frames_together, random_quantiles
 
 from ...models import assert_changed, wan
@@ -76,22 +75,6 @@ def test_every_frame_is_noised_to_its_time_and_clean_ones_are_not_judged(cls: ty
     assert torch.equal(process.loss(other, batch), losses)
     if cls is SkyReelsV2Transformer3DModel:
         assert arguments_of(model, batch)["enable_diffusion_forcing"]
-
-
-def test_times_are_a_function_of_the_seed_for_any_number_of_processes() -> None:
-    model = mhla.apply_mhla(wan(num_layers=1), **CAUSAL)
-    process, device = get_family(model).training.process(model, 3.0), torch.device("cpu")
-
-    def times(size: int, processes: int) -> torch.Tensor:
-        parts = (
-            NoisedBatches(_data(), process, _config(batch_size=size), device, rank, processes, 2)
-            for rank in range(processes)
-        )
-        return torch.cat([next(part.from_step(0)).time for part in parts])
-
-    assert times(2, 1).shape == (2, FRAMES)
-    assert torch.equal(times(2, 1), times(1, 2))
-    assert frames_together(mhla.apply_mhla(wan(num_layers=1), blocks=(2, 2, 2))) is None
 
 
 def test_a_causal_patch_is_trained_and_validated_with_times_of_its_own(tmp_path: Path) -> None:
