@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -206,26 +206,18 @@ def _read_video(file: Path, clips: Clips) -> Iterator[ReadClip]:
 
 def frames_at(frames: Iterable[Any], fps: float) -> Iterator[Any]:
     """Yield the frames of PyAV nearest to 0, 1 / fps, 2 / fps, … seconds after the first, until the last one ends."""
-    number, gap = 0, 0.0
-    timed = ((frame.time, frame) for frame in frames if frame.time is not None)
-    first: float | None = None
-    for (time, frame), (later, _) in pairwise(_with_end(timed)):
-        first = time if first is None else first
-        gap = later - time if later is not None else gap
-        middle = time + gap / 2 - first
-        while number / fps <= middle + _JITTER:
-            yield frame
-            number += 1
-
-
-def _with_end(timed: Iterable[tuple[float, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Yield frames whose times grow, and a last one without a time."""
-    before = float("-inf")
-    for time, frame in timed:
-        if time > before:
-            before = time
-            yield time, frame
-    yield None, None
+    number, gap, first, held = 0, 0.0, 0.0, None
+    for frame in chain(frames, [None]):
+        if frame is not None and (frame.time is None or (held is not None and frame.time <= held.time)):
+            continue  # times grow
+        if held is None:
+            first = frame.time if frame is not None else first
+        else:
+            gap = frame.time - held.time if frame is not None else gap
+            while number / fps <= held.time + gap / 2 - first + _JITTER:
+                yield held
+                number += 1
+        held = frame
 
 
 def _fit_frame(frame: Any, stream: Any, size: tuple[int, int]) -> torch.Tensor:
