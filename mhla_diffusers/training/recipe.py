@@ -175,7 +175,7 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
     check(
         config.batch_size <= len(data) - held_out,
         f"batch_size={config.batch_size} and validation.samples={held_out} need more than the {len(data)} samples in "
-        "the data; hold out fewer, or encode more.",
+        "the data; hold out fewer, or encode more, for example with --stride.",
     )
     check(
         not config.prompt_dropout or data.empty is not None,
