@@ -49,10 +49,14 @@ class StreamedAttention:
                 "Patch with causal='block', a block_length such as 3, layers='all' and no dense steps."
             )
         weight = layer.linear_log_weight
+        self.weights = {
+            "mixing": layer.mixing.clamp_min(0) if config.needs_positive_mixing else layer.mixing,
+            "output_norm": layer.output_norm,
+            "linear_weight": None if weight is None else weight.exp(),
+        }
         self.keep = False
         """Whether later frames see those of the next call."""
         self.state = MHLAState(
-            layer.mixing.clamp_min(0) if config.needs_positive_mixing else layer.mixing,
             (config.blocks[0] * config.block_length, *frame),
             config.blocks,
             causal="block",
@@ -61,8 +65,6 @@ class StreamedAttention:
             rope=config.rope,
             normalize=config.normalize,
             eps=config.eps,
-            output_norm=layer.output_norm,
-            linear_weight=None if weight is None else weight.exp(),
         )
 
     def __call__(
@@ -84,6 +86,7 @@ class StreamedAttention:
             rotary=rotary_emb,
             output_gate=None if gate is None else gate(hidden_states).unflatten(2, (attn.heads, -1)),
             keep=self.keep,
+            **self.weights,
         )
         output = attn.to_out[0](output.flatten(2))
         return attn.to_out[1](output)

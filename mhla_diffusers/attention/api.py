@@ -137,8 +137,6 @@ def sparse_attention(
     key_block_size: int | None = None,
     order: Order = "content",
     far: Far = "second-order",
-    pooled_bias: torch.Tensor | None = None,
-    state_weight: torch.Tensor | None = None,
     rotary: Rotary | None = None,
     key_mask: torch.Tensor | None = None,
     extra: Extra = (0, 0),
@@ -166,9 +164,6 @@ def sparse_attention(
         order: "content": every head sorts the keys of each stretch of the curve, so that a block holds keys that
             are alike. "curve": a block holds neighbours.
         far: "second-order", or "means" without spread and states.
-        pooled_bias: β, (H,), added to the logits of the means. None to fit it, and γ, within the call.
-        state_weight: γ, (H,), weight of what is read from the states; given exactly where ``pooled_bias`` is, except
-            with ``far="means"``.
         rotary: as for :func:`mhla_attention`.
         key_mask: likewise. A sample whose keys are all masked gets 0, as from PyTorch's attention.
         extra: tokens before and after those of the grid in the sequence, such as text; all queries attend to them, and
@@ -191,8 +186,6 @@ def sparse_attention(
         grid=grid,
         sparse=ContentRule.on(grid, density, block_size, key_block_size, order),
         far=far,
-        pooled_bias=pooled_bias,
-        state_weight=state_weight,
         rotary=rotary,
         key_mask=key_mask,
         extra=tuple(extra) if isinstance(extra, Sequence) else extra,  # type: ignore[arg-type]
@@ -247,15 +240,21 @@ def backend_for(call: MHLACall | SparseCall, name: str) -> ModuleType:
             "MHLA and sparse attention support neither forward-mode derivatives nor transforms of torch.func; use "
             "backward() or torch.autograd.grad()."
         )
-    feature_map = call.feature_map if isinstance(call, MHLACall) else "relu"
-    # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning
-    if name == "auto" and call.query.device.type == "cuda" and triton.why_not(call.query, feature_map) is None:
-        reason = triton.why_not(call.query, feature_map, *(call.sparse.sizes if isinstance(call, SparseCall) else ()))
-        if reason is None:
-            name = "triton"
-        elif not torch.compiler.is_compiling():  # a call of the logger would break the graph
-            _say_eager(reason)
-    return triton.kernels_for(call) if name == "triton" else eager
+    if name == "eager" or (name == "auto" and call.query.device.type != "cuda"):
+        return eager
+    feature_map, sizes = (call.feature_map, ()) if isinstance(call, MHLACall) else ("relu", call.sparse.sizes)
+    reason = triton.why_not(call.query, feature_map, *sizes)
+    if reason is None:
+        from .triton import branches
+
+        return branches
+    if name == "triton":
+        raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
+    # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning, and a call of the logger
+    # would break the graph
+    if not torch.compiler.is_compiling() and triton.why_not(call.query, feature_map) is None:
+        _say_eager(reason)
+    return eager
 
 
 @cache
@@ -272,6 +271,11 @@ def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
+def _is_tensor_like(x: Any, query: torch.Tensor, shapes: tuple[Shape, ...]) -> bool:
+    """Whether ``x`` is a tensor of one of these shapes, on the device of the query."""
+    return isinstance(x, torch.Tensor) and tuple(x.shape) in shapes and x.device == query.device
+
+
 def check_call(call: MHLACall | SparseCall) -> None:
     """Raise ValueError unless the arguments of a call fit together, apart from the number of tokens."""
     query: Any = call.query
@@ -286,10 +290,10 @@ def check_call(call: MHLACall | SparseCall) -> None:
         given = tables if isinstance(tables, tuple | list) else (tables,)
         table_shapes = (1, tokens, 1, head_dim), (batch, tokens, 1, head_dim)
         fits = len(given) == 2 and head_dim % 2 == 0
-        if not (fits and all(isinstance(x, torch.Tensor) and tuple(x.shape) in table_shapes for x in given)):
+        if not (fits and all(_is_tensor_like(x, query, table_shapes) for x in given)):
             raise ValueError(
                 f"rotary must be None for no RoPE, or two tables (cos, sin) of shape (1 or {batch}, {tokens}, 1, "
-                f"{head_dim}) for an even head dim, got {', '.join(map(_described, given))}."
+                f"{head_dim}) for an even head dim on {query.device}, got {', '.join(map(_described, given))}."
             )
     shapes: dict[str, tuple[Shape, ...]] = {"key_mask": ((batch, tokens),)}
     if isinstance(call, MHLACall):
@@ -301,11 +305,11 @@ def check_call(call: MHLACall | SparseCall) -> None:
         shapes |= {"pooled_bias": ((heads,),), "state_weight": ((heads,),)}
     for name, allowed in shapes.items():
         x = getattr(call, name)
-        fits = isinstance(x, torch.Tensor) and tuple(x.shape) in allowed and (name != "mixing" or x.is_floating_point())
+        fits = _is_tensor_like(x, query, allowed) and (name != "mixing" or x.is_floating_point())
         if not fits and (x is not None or name == "mixing"):
             kind = "floating point tensor" if name == "mixing" else "tensor"
             shape = " or ".join(map(str, allowed))
-            raise ValueError(f"{name} must be a {kind} of shape {shape}, got {_described(x)}.")
+            raise ValueError(f"{name} must be a {kind} of shape {shape} on {query.device}, got {_described(x)}.")
     words = "be bool or hold weights in [0, 1]; of a mask that is added to logits that is mask.exp()"
     _check_values("key_mask", call.key_mask, lambda mask: (mask >= 0) & (mask <= 1), words)
     if isinstance(call, MHLACall):

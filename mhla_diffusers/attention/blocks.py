@@ -48,41 +48,27 @@ def block_table(
             sizes, starts = starts.diff()[:, None], starts[:-1, None]
             within = torch.arange(max(block_sizes(grid, blocks))).expand(len(sizes), -1)
             exists = within < sizes
-            # shorter blocks are filled up with one of their own tokens, or any
             tokens = members[(starts + within.minimum(sizes - 1).clamp_min(0)).clamp_max(count - 1)]
         rows = torch.empty(count, dtype=torch.int64)
         rows[tokens[exists]] = exists.flatten().nonzero().flatten()
         return tokens.to(device), rows.to(device), (~exists).flatten().nonzero().flatten().to(device)
 
 
-def block_rows(grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, count: int) -> tuple[int, int]:
-    """Return the number of blocks that :func:`to_blocks` makes of N = ``count`` tokens, and their length."""
-    if block_size:
-        of_grid = block_count(grid, block_size)
-        return of_grid + (count - math.prod(list(grid)) + block_size - 1) // block_size, block_size
-    grid, blocks = tuple(map(int, grid)), tuple(map(int, blocks))
-    own = blocks_of_range(grid, blocks, int(first), int(count))
-    return own.stop - own.start, max(block_sizes(grid, blocks))
-
-
-def to_blocks(
-    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
-) -> torch.Tensor:
+def to_blocks(x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int) -> torch.Tensor:
     """Tokens in the order of their blocks.
 
     Takes (B, N, ...), a run of the grid's tokens in raster order from ``first`` on; of uniform blocks all of them, with
-    extra tokens behind. Grid, blocks and block size are those of :func:`block_table`. Without ``zeros``, rows that a
-    block lacks are any token once more, and what uses them must give them no gradient.
+    extra tokens behind. Grid, blocks and block size are those of :func:`block_table`.
 
     Returns:
-        (B, b, L, ...): the b blocks of the table, L rows long.
+        (B, b, L, ...): the b blocks of the table, L rows long, 0 in rows without a token.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        found: torch.Tensor = to_blocks_operator(x, grid, blocks, block_size, first, zeros)
+        found: torch.Tensor = to_blocks_operator(x, grid, blocks, block_size, first)
         return found
     tokens, _, padding = block_table(tuple(grid), tuple(blocks), block_size, x.device, first, x.shape[1])
     rows = x.index_select(1, tokens.flatten())
-    if zeros and len(padding):
+    if len(padding):
         rows.index_fill_(1, padding, 0)
     return rows.unflatten(1, tokens.shape)
 
@@ -104,7 +90,7 @@ to_blocks_operator = torch.library.custom_op(
     f"{NAMESPACE}::to_blocks",
     torch.no_grad()(to_blocks),
     mutates_args=(),
-    schema=f"(Tensor x, {_PLACE}, bool zeros) -> Tensor",
+    schema=f"(Tensor x, {_PLACE}) -> Tensor",
 )
 from_blocks_operator = torch.library.custom_op(
     f"{NAMESPACE}::from_blocks",
@@ -116,9 +102,15 @@ from_blocks_operator = torch.library.custom_op(
 
 @to_blocks_operator.register_fake
 def _to_blocks_shape(
-    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int, zeros: bool
+    x: torch.Tensor, grid: Sequence[int], blocks: Sequence[int], block_size: int, first: int
 ) -> torch.Tensor:
-    return x.new_empty(x.shape[0], *block_rows(grid, blocks, block_size, first, x.shape[1]), *x.shape[2:])
+    if block_size:
+        shape = block_count(grid, block_size, x.shape[1] - math.prod(list(grid))), block_size
+    else:
+        grid, blocks = tuple(map(int, grid)), tuple(map(int, blocks))
+        own = blocks_of_range(grid, blocks, int(first), int(x.shape[1]))
+        shape = own.stop - own.start, max(block_sizes(grid, blocks))
+    return x.new_empty(x.shape[0], *shape, *x.shape[2:])
 
 
 @from_blocks_operator.register_fake
@@ -127,16 +119,15 @@ def _from_blocks_shape(rows: torch.Tensor, *place: Any) -> torch.Tensor:
 
 
 def _save_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    tensor, *place, _ = inputs
-    ctx.place, ctx.tokens = place, tensor.shape[1]
+    ctx.place, ctx.tokens = inputs[1:5], inputs[0].shape[1]
 
 
 def _to_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return from_blocks_operator(gradient.contiguous(), *ctx.place, ctx.tokens), *(None,) * 5
+    return from_blocks_operator(gradient.contiguous(), *ctx.place, ctx.tokens), *(None,) * 4
 
 
 def _from_blocks_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return to_blocks_operator(gradient.contiguous(), *ctx.place, True), *(None,) * 5
+    return to_blocks_operator(gradient.contiguous(), *ctx.place), *(None,) * 5
 
 
 to_blocks_operator.register_autograd(_to_blocks_gradient, setup_context=_save_place)
@@ -145,7 +136,7 @@ from_blocks_operator.register_autograd(_from_blocks_gradient, setup_context=_sav
 
 def in_blocks(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Tensor:
     """(B, N + n, H, C), n extra tokens last, in uniform blocks: (B, H, T + E, L, C), 0 in rows without a token."""
-    return to_blocks(x, grid, [], block_size, 0, True).permute(0, 3, 1, 2, 4).contiguous()
+    return to_blocks(x, grid, [], block_size, 0).permute(0, 3, 1, 2, 4).contiguous()
 
 
 def in_order(x: torch.Tensor, grid: Sequence[int], block_size: int) -> torch.Tensor:

@@ -5,9 +5,10 @@ be positive wherever the attention is normalised, since the normaliser is a sum 
 """
 
 from collections.abc import Callable
-from difflib import get_close_matches
 
 import torch
+
+from ..errors import check_choice
 
 _LEAST_FEATURE = 1e-18
 """Whose square float32 still holds."""
@@ -69,10 +70,5 @@ def get_feature_map(name: str) -> FeatureMap:
     Raises:
         ValueError: if there is none; the message gives the nearest names.
     """
-    if name not in _FEATURE_MAPS:
-        names = get_close_matches(str(name), _FEATURE_MAPS, n=2, cutoff=0.4) or feature_map_names()
-        raise ValueError(
-            f"feature_map={name!r} is unknown; did you mean {' or '.join(map(repr, names))}? "
-            f"Registered: {', '.join(feature_map_names())}; add one with register_feature_map()."
-        )
+    check_choice("feature_map", name, feature_map_names())
     return _FEATURE_MAPS[name]

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
-from operator import index
+from operator import index, itemgetter
 
 import torch
 
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 Extra = tuple[int, int]
 """How many tokens stand before, and how many after those of the grid in the sequence."""
 _Edge = tuple[int, int]
-"""Stride in raster order, and signed length."""
+"""Step from a token to the next, in raster order and negative where it leads back; and tokens."""
 _Box = tuple[int, _Edge, _Edge, _Edge]
 """Place of its first token, and its edges; the curve leaves it at the far end of the first."""
 
@@ -162,7 +162,7 @@ def kept_tensors() -> Iterator[None]:
 
 
 @lru_cache(maxsize=64)
-def layout_of(grid: Shape, block_size: int, extra: int = 0, device: str = "cpu") -> Layout:
+def layout_of(grid: Shape, block_size: int, extra: int = 0, device: torch.device | str = "cpu") -> Layout:
     """The tables for a token grid and extra tokens behind it, on a device."""
     count = math.prod(grid)
     with kept_tensors():
@@ -177,9 +177,9 @@ def layout_of(grid: Shape, block_size: int, extra: int = 0, device: str = "cpu")
         return Layout(block_size, block_count(grid, block_size), order, valid, rows)
 
 
-def block_count(grid: Sequence[int], block_size: int) -> int:
-    """T, blocks of the grid."""
-    return -(-math.prod(list(grid)) // block_size)
+def block_count(grid: Sequence[int], block_size: int, extra: int = 0) -> int:
+    """T, blocks of the grid and of extra tokens behind it."""
+    return sum((count + block_size - 1) // block_size for count in (math.prod(list(grid)), extra))
 
 
 @lru_cache(maxsize=16)
@@ -190,19 +190,17 @@ def hilbert_curve(grid: Shape) -> torch.Tensor:
     line; the construction is J. Červený's generalised Hilbert curve for boxes of any size.
     """
     sizes = (1,) * (3 - len(grid)) + tuple(grid)
-    strides = (sizes[1] * sizes[2], sizes[2], 1)
-    first, second, third = sorted(zip(strides, sizes, strict=True), key=lambda edge: -edge[1])
+    steps = (sizes[1] * sizes[2], sizes[2], 1)
+    first, second, third = sorted(zip(steps, sizes, strict=True), key=itemgetter(1), reverse=True)
     places: list[int] = []
     boxes: list[_Box] = [(0, first, second, third)]
     while boxes:
-        start, a, b, c = boxes.pop()
-        lengths = [abs(edge[1]) for edge in (a, b, c)]
-        if sorted(lengths)[1] == 1:
-            stride, length = (a, b, c)[lengths.index(max(lengths))]
-            step = stride if length > 0 else -stride
-            places.extend(range(start, start + step * abs(length), step))
+        start, *edges = boxes.pop()
+        step, length = max(edges, key=itemgetter(1))
+        if sorted(tokens for _, tokens in edges)[1] == 1:
+            places.extend(range(start, start + step * length, step))
         else:
-            boxes.extend(reversed(_cut(start, a, b, c)))
+            boxes.extend(reversed(_cut(start, *edges)))
     with kept_tensors():
         return torch.tensor(places)
 
@@ -210,7 +208,7 @@ def hilbert_curve(grid: Shape) -> torch.Tensor:
 def _cut(start: int, a: _Edge, b: _Edge, c: _Edge) -> list[_Box]:
     """The boxes that a box is cut into, in the order of the curve."""
     (near_a, far_a), (near_b, far_b), (near_c, far_c) = (_halves(edge) for edge in (a, b, c))
-    w, h, d = (abs(edge[1]) for edge in (a, b, c))
+    (_, w), (_, h), (_, d) = a, b, c
     end_a, end_c = _last(a), _last(c)
     if 2 * w > 3 * h and 2 * w > 3 * d:
         return [(start, near_a, b, c), (start + _reach(near_a), far_a, b, c)]
@@ -237,10 +235,10 @@ def _cut(start: int, a: _Edge, b: _Edge, c: _Edge) -> list[_Box]:
 
 def _halves(edge: _Edge) -> tuple[_Edge, _Edge]:
     """Cut in the middle, the first part even if it can be: the curve needs it to arrive at the right corner."""
-    stride, length = edge
-    sign, half = (1 if length > 0 else -1), abs(length) // 2
-    half += half % 2 if abs(length) > 2 else 0
-    return (stride, sign * half), (stride, length - sign * half)
+    step, tokens = edge
+    half = tokens // 2
+    half += half % 2 if tokens > 2 else 0
+    return (step, half), (step, tokens - half)
 
 
 def _reach(edge: _Edge) -> int:
@@ -248,10 +246,8 @@ def _reach(edge: _Edge) -> int:
 
 
 def _last(edge: _Edge) -> int:
-    """From the first place of an edge to its last."""
-    stride, length = edge
-    return stride * (length - (1 if length > 0 else -1))
+    return edge[0] * (edge[1] - 1)  # from the first place of an edge to its last
 
 
 def _back(edge: _Edge) -> _Edge:
-    return edge[0], -edge[1]
+    return -edge[0], edge[1]

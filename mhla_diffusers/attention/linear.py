@@ -40,8 +40,7 @@ def states(call: MHLACall) -> torch.Tensor:
     is_even = all(size % count == 0 for size, count in zip(call.grid, call.blocks, strict=True))
     if mask is not None or not is_even or count != math.prod(call.grid):
         mask = torch.ones(1, count, device=key.device) if mask is None else mask
-        weight = to_blocks(mask.to(sum_dtype(call.query.dtype)), call.grid, call.blocks, 0, call.first, True)
-        weight = weight[..., None, None]
+        weight = _in_blocks(call, mask.to(sum_dtype(call.query.dtype))[..., None, None])
     found: list[torch.Tensor] = []
     for blocks, tokens in _parts(key):
         turned, plain = _features(call, key, table, (blocks, tokens))
@@ -85,8 +84,8 @@ def read(call: MHLACall, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _in_blocks(call: MHLACall, x: torch.Tensor) -> torch.Tensor:
-    """Order (B, N, H, D) by blocks: (B, b, L, H, D), shorter ones filled up with a token."""
-    return to_blocks(x, call.grid, call.blocks, 0, call.first, False)
+    """Order (B, N, H, D) by blocks: (B, b, L, H, D), shorter ones filled up with 0."""
+    return to_blocks(x, call.grid, call.blocks, 0, call.first)
 
 
 def _angles(call: MHLACall) -> torch.Tensor | None:

@@ -55,11 +55,11 @@ def sparse(call: SparseCall) -> torch.Tensor:
 
     A query that attends to nothing gets 0.
     """
-    parts = _attend(call)
-    pooled, log_pooled = parts.pooled, parts.pooled_lse + _per_head(parts.pooled_bias, parts.pooled_lse)
-    if parts.of_states is not None and parts.state_weight is not None:
-        pooled = pooled + _per_head(parts.state_weight, pooled) * parts.of_states
-    output = under_common_sum(parts.listed, parts.listed_lse[..., None], pooled, log_pooled[..., None])
+    _, (listed, listed_lse, pooled, pooled_lse, *of_states), beta, gamma = _attend(call)
+    if of_states and gamma is not None:
+        pooled = pooled + gamma[..., None, None, None] * of_states[0]
+    pooled_lse = pooled_lse + beta[..., None, None]
+    output = under_common_sum(listed, listed_lse[..., None], pooled, pooled_lse[..., None])
     output = in_order(output, call.grid, call.sparse.block_size).to(call.query.dtype)
     if any(call.extra):
         output = call.in_sequence(torch.cat([output, softmax_attention(call, of_extra=True)], dim=1))
@@ -69,30 +69,19 @@ def sparse(call: SparseCall) -> torch.Tensor:
 def with_lists(call: SparseCall) -> SparseCall:
     """Compute the parts of a call that depend on queries and keys: lists, β and γ."""
     with torch.no_grad(), without_autocast(call.query.device):
-        parts, rule = _attend(call), call.sparse
+        rule, (keys, _, beta, gamma) = call.sparse, _attend(call)
         size, count = rule.key_block_size, block_count(call.grid, rule.key_block_size)
-        lists = BlockLists(rule.block_size, parts.lists, count, key_block_size=size, order=rule.order)
-    return replace(call, sparse=lists, pooled_bias=parts.pooled_bias, state_weight=parts.state_weight)
+        lists = BlockLists(rule.block_size, keys, count, key_block_size=size, order=rule.order)
+    return replace(call, sparse=lists, pooled_bias=beta, state_weight=gamma)
 
 
-class _Parts(NamedTuple):
-    """What is merged: outputs (B, H, T, L, D) and LSE (B, H, T, L)."""
+def _attend(call: SparseCall) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    """Order tokens by blocks, pool these, choose lists, attend to listed and pooled blocks and states, fit β and γ.
 
-    lists: torch.Tensor
-    """int64 (1 or B, H, T, n)."""
-    listed: torch.Tensor
-    listed_lse: torch.Tensor
-    pooled: torch.Tensor
-    pooled_lse: torch.Tensor
-    """Without β."""
-    of_states: torch.Tensor | None
-    """What is read from mixed states, q · M_a; None where blocks take part by their means alone."""
-    pooled_bias: torch.Tensor
-    state_weight: torch.Tensor | None
-
-
-def _attend(call: SparseCall) -> _Parts:
-    """Order tokens by blocks, pool these, choose lists, attend to listed and pooled blocks and states, fit β and γ."""
+    Returns:
+        Lists, int64 (1 or B, H, T, n); outputs (B, H, T, L, D) and LSE (B, H, T, L) of listed and of pooled blocks,
+        without β, and of second order what is read from mixed states, q · M_a; β and γ, None without states.
+    """
     rule, heads = call.sparse, call.query.shape[2]
     rows = uniform_rows(call, rule)
     pooled = pool(call, rows)
@@ -101,11 +90,12 @@ def _attend(call: SparseCall) -> _Parts:
 
     # what is added to the logits of means: 0 as a weight where a block is listed
     log_weight, mixing, states = pooled.log_weight[:, :, None], None, None
+    is_listed = mask_of_lists(lists, rows.key_blocks)
     if call.far == "second-order":
         log_weight, per_state = log_weight + pooled.gain, blocks_per_state(rule.key_block_size)
         states = stretch_states(pooled, rows.value[:, :, : rows.key_blocks], per_state)
-        mixing = content_mixing(pooled.logits + log_weight, lists, per_state)
-    log_weight = log_weight.expand(*query.shape[:3], -1).masked_fill(mask_of_lists(lists, rows.key_blocks), EMPTY)
+        mixing = content_mixing(pooled.logits + log_weight, is_listed, per_state)
+    log_weight = log_weight.expand(*query.shape[:3], -1).masked_fill(is_listed, EMPTY)
 
     # all query blocks attend to the extra tokens' blocks too
     extra = torch.arange(rows.key_blocks, rows.key.shape[2], device=query.device)
@@ -121,26 +111,16 @@ def _attend(call: SparseCall) -> _Parts:
         by_head,
         max(query.shape[3] * max(listed_logits, rows.key_blocks), 0 if states is None else query.shape[-1] ** 2),
     )
-    listed, listed_lse, to_pooled, pooled_lse = found[:4]
-    of_states = found[4] if states is not None else None
     if call.pooled_bias is not None:
-        weights = call.pooled_bias, call.state_weight
-        return _Parts(lists, listed, listed_lse, to_pooled, pooled_lse, of_states, *weights)
-
+        return lists, found, call.pooled_bias, call.state_weight
     with torch.no_grad():
         some = fitting_rows(math.prod(call.grid), query.device)
         mask = bias.flatten(2)[:, :, None].expand(len(query), -1, -1, -1)
         truth = torch.nn.functional.scaled_dot_product_attention(
             query.flatten(2, 3)[:, :, some], rows.key.flatten(2, 3), rows.value.flatten(2, 3), mask, scale=1.0
         )
-        sampled = [x.flatten(2, 3)[:, :, some] for x in found]
-        beta, gamma = best_weights(truth, *sampled)
-    return _Parts(lists, listed, listed_lse, to_pooled, pooled_lse, of_states, beta, None if states is None else gamma)
-
-
-def _per_head(weight: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(H,) or (B, H), beside a tensor (B, H, ...)."""
-    return weight.to(like.dtype)[(..., *(None,) * (like.ndim - 2))]
+        beta, gamma = best_weights(truth, *(x.flatten(2, 3)[:, :, some] for x in found))
+    return lists, found, beta, None if states is None else gamma
 
 
 # Rows: tokens in the order of their blocks
@@ -201,7 +181,7 @@ def _in_order_of_content(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def key_block_of_tokens(call: SparseCall, blocks: UniformBlocks) -> torch.Tensor:
     """Return the number of the key block that every token of the grid is in: int64 (1 or B, 1 or H, N)."""
     size = blocks.key_block_size
-    rows, order = layout_of(call.grid, size, 0, str(call.query.device)).rows.long(), uniform_rows(call, blocks).order
+    rows, order = layout_of(call.grid, size, 0, call.query.device).rows.long(), uniform_rows(call, blocks).order
     rows = rows[None, None]
     if order is not None:
         rows = order.argsort(dim=-1).gather(-1, rows.expand(*order.shape[:2], -1))
@@ -233,7 +213,8 @@ class Pooled(NamedTuple):
 
 def pool(call: SparseCall, rows: Rows) -> Pooled:
     """Take the means of the grid's blocks; those of queries regardless of the mask of keys."""
-    key, value, weights = (x[:, :, : rows.key_blocks] for x in rows[1:4])
+    count = rows.key_blocks
+    key, value, weights = rows.key[:, :, :count], rows.value[:, :, :count], rows.weights[:, :, :count]
     # no product of matrices, whose backward pass autocast would lower where backward() is called under it
     exists = in_blocks(rows.query.new_ones(1, math.prod(call.grid), 1, 1), call.grid, rows.query.shape[3])
     query = (exists / exists.sum(dim=3, keepdim=True) * rows.query[:, :, : rows.blocks]).sum(dim=-2)
@@ -278,18 +259,17 @@ def stretch_states(pooled: Pooled, value: torch.Tensor, per_stretch: int) -> tor
     return product(keys.reshape(shape).mT, value.reshape(shape))
 
 
-def content_mixing(logits: torch.Tensor, lists: torch.Tensor, per_stretch: int) -> torch.Tensor:
+def content_mixing(logits: torch.Tensor, is_listed: torch.Tensor, per_stretch: int) -> torch.Tensor:
     """Mixing matrix of states by content, m_as: (B, H, T, stretches).
 
     Args:
         logits: (B, H, T, K), of mean queries and blocks, q̄_a · k̄_c + log w_ac; below ``EMPTY`` / 2 without a key.
-        lists: (1 or B, H, T, n), key blocks that have no part.
+        is_listed: bool (1 or B, H, T, K), key blocks that have no part.
         per_stretch: blocks of a stretch.
     """
-    count = logits.shape[-1]
-    left_out = mask_of_lists(lists, count) | (logits < EMPTY / 2)
+    left_out = is_listed | (logits < EMPTY / 2)
     weights = logits.masked_fill(left_out, EMPTY).softmax(dim=-1)
-    weights = torch.nn.functional.pad(weights.masked_fill(left_out, 0), (0, -count % per_stretch))
+    weights = torch.nn.functional.pad(weights.masked_fill(left_out, 0), (0, -logits.shape[-1] % per_stretch))
     return weights.unflatten(-1, (-1, per_stretch)).sum(dim=-1)
 
 

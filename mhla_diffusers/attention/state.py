@@ -33,8 +33,6 @@ from .rope import Rotary, rotated
 
 Beyond = Literal["error", "relative"]
 
-_KEPT = ("_closed", "_earlier", "_open", "_keys", "_values")
-
 
 class MHLAState:
     """State of earlier tokens, which :meth:`step` reads and updates.
@@ -45,7 +43,6 @@ class MHLAState:
     ``linear_weight`` less than a frame block of keys and values. A cache of keys and values keeps 2 N D.
 
     Args:
-        mixing: (M, M) or (H, M, M); None where every step brings it.
         grid: token grid of the longest sequence, or with ``beyond="relative"`` of what was trained.
         blocks: block count per axis; the product is M.
         causal: "token" or "block".
@@ -53,7 +50,7 @@ class MHLAState:
             one of the matrix sees (:func:`mhla_diffusers.attention.mixing.extend_mixing`). It needs two blocks of one
             length, or more, along the first axis.
         backend: see :func:`mhla_attention`.
-        **settings: feature_map, rope, normalize, eps, output_norm and linear_weight of :func:`mhla_attention`.
+        **settings: feature_map, rope, normalize and eps of :func:`mhla_attention`.
 
     Raises:
         ValueError: grid, blocks or settings do not fit.
@@ -61,7 +58,6 @@ class MHLAState:
 
     def __init__(
         self,
-        mixing: torch.Tensor | None,
         grid: Sequence[int],
         blocks: Sequence[int],
         *,
@@ -78,8 +74,7 @@ class MHLAState:
                 "beyond='relative' needs at least two blocks of equal length, but the first axis of the grid "
                 f"{self.grid} has {self.grid[0]} tokens in {self.blocks[0]} blocks."
             )
-        self.causal, self.beyond, self.backend = causal, beyond, backend
-        self.mixing, self.settings = mixing, settings
+        self.causal, self.beyond, self.backend, self.settings = causal, beyond, backend, settings
         self.length = 0
         """Tokens so far."""
         # first token of every frame block of the grid, and the end of the last one
@@ -99,13 +94,13 @@ class MHLAState:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        mixing: torch.Tensor,
         *,
         rotary: Rotary | None = None,
-        output_gate: torch.Tensor | None = None,
-        keep: bool = True,
-        mixing: torch.Tensor | None = None,
         output_norm: torch.Tensor | None = None,
+        output_gate: torch.Tensor | None = None,
         linear_weight: torch.Tensor | None = None,
+        keep: bool = True,
     ) -> torch.Tensor:
         """Attend with the next tokens: one or more, or with ``causal="block"`` whole frame blocks.
 
@@ -113,35 +108,34 @@ class MHLAState:
             query: (B, n, H, D).
             key: like ``query``.
             value: like ``query``.
+            mixing: (M, M) or (H, M, M); like the other weights it may be offloaded, or trained, between the steps.
             rotary: (cos, sin), each (1 or B, n, 1, D), of these tokens.
+            output_norm: (D,).
             output_gate: (B, n, H, D).
+            linear_weight: (H,), in every step or in none.
             keep: whether they belong to the past of the next step. Without it the state stays as it is, as for a frame
                 block that is denoised in several steps.
-            mixing: weights of this step, for a module's that are offloaded or trained between the steps; None for those
-                of the state.
-            output_norm: likewise.
-            linear_weight: likewise.
 
         Returns:
             (B, n, H, D).
 
         Raises:
-            ValueError: shapes do not fit each other or the state, the sequence is longer than the grid with
-                ``beyond="error"``, or there is no mixing matrix. After this and any other error the state is as before.
+            ValueError: shapes do not fit each other or the state, or the sequence is longer than the grid with
+                ``beyond="error"``. After this and any other error the state is as before.
         """
-        known: Any = self.mixing if mixing is None else mixing  # check_call refuses None
-        own = {"output_norm": output_norm, "linear_weight": linear_weight}
         call = MHLACall(
             query=query,
             key=key,
             value=value,
-            mixing=known,
+            mixing=mixing,
             grid=self.grid,
             blocks=self.blocks,
             rotary=rotary,
+            output_norm=output_norm,
             output_gate=output_gate,
+            linear_weight=linear_weight,
             causal=self.causal,
-            **(self.settings | {name: weight for name, weight in own.items() if weight is not None}),
+            **self.settings,
         )
         check_call(call)
         self._check(query)
@@ -169,23 +163,17 @@ class MHLAState:
         for name, tensor in self._tensors().items():
             setattr(self, name, tensor.index_select(0, torch.as_tensor(samples, device=tensor.device)))
 
-    def reset(self) -> None:
-        """Begin another sequence."""
-        self.length = 0
-        for name in self._tensors():
-            setattr(self, name, None)
-
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor) and name in _KEPT}
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def _check(self, query: torch.Tensor) -> None:
         batch, count, heads, head_dim = query.shape
-        known = next((tensor for tensor in self._tensors().values() if tensor.ndim > 2), None)
+        known = next(iter(self._tensors().values()), None)
         if known is not None and (known.shape[0], known.shape[1], known.shape[-1]) != (batch, heads, head_dim):
             raise ValueError(
                 f"This state is for a batch of {known.shape[0]} with {known.shape[1]} heads of {known.shape[-1]}, but "
-                f"query has {batch} with {heads} heads of {head_dim}. Call reset() or use another state for other "
-                "samples; reorder() selects samples of this one."
+                f"query has {batch} with {heads} heads of {head_dim}. Use another state for other samples; reorder() "
+                "selects samples of this one."
             )
         end, last = self.length + count, self._starts[-1]
         if self.beyond == "error" and end > last:

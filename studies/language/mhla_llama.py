@@ -70,7 +70,7 @@ class CausalMHLA(nn.Module):
     def new_state(self) -> MHLAState:
         """Begin a text that is continued; every step brings the weights."""
         grid = (self.blocks * self.block_length,)
-        return MHLAState(None, grid, (self.blocks,), causal="token", beyond="relative", rope="before")
+        return MHLAState(grid, (self.blocks,), causal="token", beyond="relative", rope="before")
 
 
 def apply_mhla(model: Any, *, layers: Collection[int] | None = None, **settings: Any) -> Any:

@@ -26,8 +26,9 @@ from fetch import PATCH
 from torch import nn
 
 from mhla_diffusers import SparseConfig
-from mhla_diffusers.attention import sparse_attention
+from mhla_diffusers.attention import SparseCall, run
 from mhla_diffusers.attention.blocks import list_length
+from mhla_diffusers.attention.call import ContentRule
 from mhla_diffusers.attention.layout import layout_of
 from mhla_diffusers.attention.sparse import fitting_rows
 
@@ -238,7 +239,8 @@ class OtherAttention(nn.Module):
         self.preparing.append(preparing_of_ours(tokens, fits=False))
         weights = {"pooled_bias": torch.zeros(self.heads), "state_weight": torch.ones(self.heads)}
         grid = (math.isqrt(tokens),) * 2
-        return sparse_attention(query, key, value, grid, density=self.setting, extra=(1, 0), **weights)
+        rule = ContentRule.on(grid, self.setting)
+        return run(SparseCall(query=query, key=key, value=value, grid=grid, sparse=rule, extra=(1, 0), **weights))
 
     def _rival(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The class token comes first and attends to everything."""

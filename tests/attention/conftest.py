@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mhla_diffusers.attention.triton import choose, listed, merge, pooled, prepare, read, softmax, states
+from mhla_diffusers.attention.triton import choose, linear, listed, merge, pooled, prepare, softmax
 
 from .triton.interpreter import make_interpreter_fast
 
@@ -16,5 +16,5 @@ def poisoned_outputs(monkeypatch):
         fill = float("nan") if dtype.is_floating_point else -123456
         return torch.full(tuple(shape), fill, dtype=dtype, device=device)
 
-    for module in (choose, listed, merge, pooled, prepare, read, softmax, states):
+    for module in (choose, linear, listed, merge, pooled, prepare, softmax):
         monkeypatch.setattr(module, "allocate", allocate)

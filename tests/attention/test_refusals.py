@@ -9,6 +9,8 @@ import torch
 
 from mhla_diffusers.attention import (
     MHLAState,
+    SparseCall,
+    attend,
     extend_mixing,
     initial_mixing,
     mhla_attention,
@@ -32,31 +34,28 @@ def causal(**changes: Any) -> None:
 
 
 def sparse(**changes: Any) -> None:
+    sparse_attention(**TENSORS | {"grid": (3, 4)} | changes)
+
+
+def with_weights(**changes: Any) -> None:
+    """β and γ given."""
     weights = {"pooled_bias": torch.zeros(2), "state_weight": torch.ones(2)}
-    sparse_attention(**TENSORS | {"grid": (3, 4)} | weights | changes)
+    attend(SparseCall(**TENSORS, grid=(3, 4), sparse=ContentRule(4, 0.5), **weights | changes))
 
 
 def state(before: int = 0, tokens: torch.Tensor = X[:, :1], rotary: Any = None, **settings: Any) -> None:
     """A step after so many tokens of a state of 16 in 4 blocks."""
-    given = {"mixing": initial_mixing((4,)), "grid": (16,), "blocks": (4,), "causal": "token"} | settings
-    one = MHLAState(**given)
+    one, mixing = MHLAState(**{"grid": (16,), "blocks": (4,), "causal": "token"} | settings), initial_mixing((4,))
     if before:
-        one.step(*(X[:, :before],) * 3)
+        one.step(*(X[:, :before],) * 3, mixing)
     try:
-        one.step(tokens, tokens, tokens, rotary=rotary)
+        one.step(tokens, tokens, tokens, mixing, rotary=rotary)
     finally:
         assert one.length == before
 
 
 kernels = partial(mhla, backend="triton")
-sparse_kernels = partial(
-    sparse,
-    pooled_bias=None,
-    state_weight=None,
-    **dict.fromkeys(TENSORS, torch.randn(1, 24, 1, 8)),
-    grid=(4, 6),
-    backend="triton",
-)
+sparse_kernels = partial(sparse, backend="triton")
 
 CALLS = [
     (mhla, "(2, 12, 16)", {"query": X.flatten(2)}),
@@ -89,24 +88,23 @@ CALLS = [
     (sparse, "extra=(-1, 8)", {"extra": (-1, 8)}),
     (sparse, "(2, 4)...8...N=12...extra=(3, 5)", {"grid": (2, 4), "extra": (3, 5)}),
     (sparse, "third-order", {"far": "third-order"}),
-    (sparse, "pooled_bias...(2,)", {"pooled_bias": torch.zeros(3)}),
-    (sparse, "state_weight", {"state_weight": None}),
-    (sparse, "pooled_bias", {"pooled_bias": None}),
-    (sparse, "state_weight", {"far": "means"}),
+    (with_weights, "pooled_bias...(2,)", {"pooled_bias": torch.zeros(3)}),
+    (with_weights, "state_weight", {"state_weight": None}),
+    (with_weights, "pooled_bias", {"pooled_bias": None}),
+    (with_weights, "state_weight", {"far": "means"}),
     (kernels, "float64", {name: x.double() for name, x in TENSORS.items()}),
     (kernels, "257...256", dict.fromkeys(TENSORS, torch.randn(1, 12, 1, 257))),
-    (kernels, "output_gate is on meta, but query is on", {"output_gate": torch.ones(2, 12, 2, 8, device="meta")}),
-    (kernels, "rotary is on meta, but query is on", {"rotary": (torch.ones(1, 12, 1, 8, device="meta"),) * 2}),
+    (mhla, "output_gate...on cpu...on meta", {"output_gate": torch.ones(2, 12, 2, 8, device="meta")}),
+    (mhla, "rotary...on cpu...on meta", {"rotary": (torch.ones(1, 12, 1, 8, device="meta"),) * 2}),
     (sparse_kernels, "block size is 4", {"block_size": 4}),
-    (sparse_kernels, "rotary is on meta", {"block_size": 16, "rotary": (torch.ones(1, 24, 1, 8, device="meta"),) * 2}),
     (state, "'words'", {"causal": "words"}),
     (state, "'further'...'error'...'relative'", {"beyond": "further"}),
     (state, "'tritn'...'triton'", {"backend": "tritn"}),
     (state, "'rellu'...'relu'", {"feature_map": "rellu"}),
     (state, "rope='never'", {"rope": "never"}),
     (state, "15 tokens...4", {"grid": (15,), "beyond": "relative"}),
-    (state, "4 tokens in 1 block", {"grid": (4,), "blocks": (1,), "mixing": torch.ones(1, 1), "beyond": "relative"}),
-    (state, "batch of 2...3...reset()", {"before": 10, "tokens": torch.ones(3, 1, 2, 8)}),
+    (state, "4 tokens in 1 block", {"grid": (4,), "blocks": (1,), "beyond": "relative"}),
+    (state, "batch of 2...3...reorder()", {"before": 10, "tokens": torch.ones(3, 1, 2, 8)}),
     (state, "10...7...16...beyond='relative'", {"before": 10, "tokens": X[:, :7]}),
     (ContentRule, "block_size=0", {"block_size": 0, "density": 0.1}),
     (ContentRule, "block_size=(2, 2)", {"block_size": (2, 2), "density": 0.1}),

@@ -41,17 +41,17 @@ def streamed(
     tensors = {name: tensor.to(dtype) for name, tensor in problem.tensors.items()}
     options = dict(problem.options)
     rotary, gate = options.pop("rotary", None), tensors.get("output_gate")
-    kept = {name: tensors[name] for name in ("output_norm", "linear_weight") if name in tensors}
-    state = MHLAState(tensors["mixing"], problem.grid, problem.blocks, **kept, **options, **more)
+    weights = {name: tensors[name] for name in ("mixing", "output_norm", "linear_weight") if name in tensors}
+    state = MHLAState(problem.grid, problem.blocks, **options, **more)
     found = []
     for start, end in pairwise([0, *cuts]):
         here = slice(start, end)
         step = {name: tensors[name][:, here] for name in ("query", "key", "value")}
         step["rotary"] = None if rotary is None else tuple(table[:, here].to(dtype) for table in rotary)
         step["output_gate"] = None if gate is None else gate[:, here]
-        tried = state.step(**step, keep=False)
+        tried = state.step(**step, **weights, keep=False)
         assert state.length == start
-        found.append(state.step(**step))
+        found.append(state.step(**step, **weights))
         assert torch.equal(tried, found[-1])
     return torch.cat(found, dim=1), state
 
@@ -137,17 +137,21 @@ def tokens(count: int, batch: int = BATCH, seed: int = 0) -> tuple[torch.Tensor,
     return tuple(torch.randn(batch, count, HEADS, DIM, generator=generator) for _ in range(3))
 
 
-def new_state(linear_branch: bool = False, **given: Any) -> MHLAState:
-    own = {"linear_weight": torch.ones(HEADS)} if linear_branch else {}
-    return MHLAState(given.pop("mixing", MIXING), (16,), (4,), **({"causal": "token"} | own | given))
+def weights_of(linear_branch: bool, **given: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Weights of a step."""
+    return {"mixing": MIXING} | ({"linear_weight": torch.ones(HEADS)} if linear_branch else {}) | given
+
+
+def new_state(**given: Any) -> MHLAState:
+    return MHLAState((16,), (4,), **({"causal": "token"} | given))
 
 
 @by_branch
 def test_what_it_takes_does_not_grow_with_the_sequence(linear_branch):
     """M summaries of D (D + 1) floats a head at most, beside a cache of keys and values of 2 N D."""
-    state, sizes = new_state(linear_branch, beyond="relative"), []
+    state, sizes = new_state(beyond="relative"), []
     for step in range(80):
-        state.step(*tokens(1, seed=step))
+        state.step(*tokens(1, seed=step), **weights_of(linear_branch))
         sizes.append(state.nbytes)
     of_summaries = 4 * BATCH * HEADS * 4 * DIM * (DIM + 1)
     of_open_block = 4 * BATCH * 3 * 2 * HEADS * DIM if linear_branch else 0
@@ -157,37 +161,27 @@ def test_what_it_takes_does_not_grow_with_the_sequence(linear_branch):
     assert sizes[-1] == 3 * of_summaries // 4 < 80 * 4 * BATCH * HEADS * 2 * DIM
 
 
-def test_reset_begins_another_sequence():
-    state = new_state()
-    first = state.step(*tokens(10))
-    state.reset()
-    assert state.length == 0 and state.nbytes == 0
-    assert torch.equal(state.step(*tokens(10)), first)
-    state.reset()
-    assert state.step(*tokens(3, batch=5)).shape[0] == 5
-
-
 @by_branch
 def test_reorder_picks_samples(linear_branch):
-    state = new_state(linear_branch)
+    state, weights = new_state(), weights_of(linear_branch)
     begin, rest = tokens(6, batch=3), tokens(3, batch=2, seed=1)
-    state.step(*begin)
+    state.step(*begin, **weights)
     order = torch.tensor([2, 0])
     state.reorder(order)
     whole = [torch.cat([a[order], b], dim=1) for a, b in zip(begin, rest, strict=True)]
-    expected = mhla_attention(*whole, MIXING, (16,), (4,), causal="token", **state.settings)
-    torch.testing.assert_close(state.step(*rest), expected[:, 6:], rtol=1e-5, atol=1e-6)
+    expected = mhla_attention(*whole, grid=(16,), blocks=(4,), causal="token", **weights)
+    torch.testing.assert_close(state.step(*rest, **weights), expected[:, 6:], rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
 def test_steps_that_are_not_kept_may_learn():
     """The past is mixed once for all denoising steps; a mixture without gradients is of no use in one that learns."""
     state = new_state(causal="block")
-    state.step(*tokens(12))
-    state.step(*tokens(4, seed=1), keep=False)
+    state.step(*tokens(12), MIXING)
+    state.step(*tokens(4, seed=1), MIXING, keep=False)
     with torch.enable_grad():
         mixing = MIXING.clone().requires_grad_()
-        state.step(*tokens(4, seed=3), mixing=mixing, keep=False).sum().backward()
+        state.step(*tokens(4, seed=3), mixing, keep=False).sum().backward()
     assert mixing.grad is not None and (mixing.grad[3, :3] != 0).all()
 
 
@@ -205,41 +199,31 @@ def test_a_step_that_fails_leaves_nothing_behind(linear_branch, error):
                 raise error("out of memory")
             return func(*args, **(kwargs or {}))
 
-    state, other = new_state(linear_branch), new_state(linear_branch)
+    state, other, weights = new_state(), new_state(), weights_of(linear_branch)
     for one in (state, other):
-        one.step(*tokens(5))
+        one.step(*tokens(5), **weights)
     with pytest.raises(error), Failing():
-        state.step(*tokens(9, seed=1))
+        state.step(*tokens(9, seed=1), **weights)
     assert state.length == 5
-    assert torch.equal(state.step(*tokens(9, seed=1)), other.step(*tokens(9, seed=1)))
-
-
-def test_weights_of_a_step_stand_in_place_of_those_of_the_state():
-    weights = {"mixing": MIXING, "linear_weight": torch.full((HEADS,), 2.0), "output_norm": torch.rand(DIM)}
-    state = new_state(mixing=None)
-    whole = mhla_attention(*tokens(16), grid=(16,), blocks=(4,), causal="token", **weights)
-    parts = zip(*(x.split([9, 7], dim=1) for x in tokens(16)), strict=True)
-    found = torch.cat([state.step(*part, **weights) for part in parts], dim=1)
-    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+    assert torch.equal(state.step(*tokens(9, seed=1), **weights), other.step(*tokens(9, seed=1), **weights))
 
 
 @by_branch
 def test_gradients_flow_through_steps(linear_branch):
-    own = {"linear_weight": torch.ones(HEADS, dtype=torch.float64, requires_grad=True)} if linear_branch else {}
-    mixing = MIXING.double().requires_grad_()
+    weights = {name: x.double().requires_grad_() for name, x in weights_of(linear_branch).items()}
     leaves = [x.double().requires_grad_() for x in tokens(13)]
-    expected = mhla_attention(*leaves, mixing, (16,), (4,), causal="token", **own)
-    state = new_state(mixing=mixing, **own)
+    expected = mhla_attention(*leaves, grid=(16,), blocks=(4,), causal="token", **weights)
+    state = new_state()
     parts = zip(*(x.split([5, 1, 7], dim=1) for x in leaves), strict=True)
-    found = torch.cat([state.step(*part) for part in parts], dim=1)
+    found = torch.cat([state.step(*part, **weights) for part in parts], dim=1)
     upstream = torch.randn_like(expected)
-    of_found, of_whole = (torch.autograd.grad(x, [*leaves, mixing, *own.values()], upstream) for x in (found, expected))
+    of_found, of_whole = (torch.autograd.grad(x, [*leaves, *weights.values()], upstream) for x in (found, expected))
     torch.testing.assert_close(of_found, of_whole, rtol=1e-9, atol=1e-12)
 
 
 @by_branch
 def test_autocast_changes_nothing(linear_branch):
-    plain, cast = new_state(linear_branch), new_state(linear_branch)
+    weights = weights_of(linear_branch)
     with torch.autocast("cpu", torch.bfloat16):
-        found = cast.step(*tokens(4))
-    assert torch.equal(found, plain.step(*tokens(4)))
+        found = new_state().step(*tokens(4), **weights)
+    assert torch.equal(found, new_state().step(*tokens(4), **weights))

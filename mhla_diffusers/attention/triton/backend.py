@@ -6,11 +6,9 @@ The files of kernels import Triton and register their operators, so they are imp
 import logging
 import os
 from functools import cache
-from typing import Any
 
 import torch
 
-from ..call import MHLACall, SparseCall
 from .tiles import MAX_HEAD_DIM
 
 logger = logging.getLogger(__name__)
@@ -40,25 +38,6 @@ def why_not(query: torch.Tensor, feature_map: str, *block_sizes: int) -> str | N
     if (error := _import_error()) is not None:
         return f"its kernels cannot be imported ({error})"
     return None
-
-
-def kernels_for(call: MHLACall | SparseCall) -> Any:
-    """The module :mod:`.branches`; ValueError if the kernels cannot run the call."""
-    if isinstance(call, SparseCall):
-        reason = why_not(call.query, "relu", *call.sparse.sizes)
-        names: tuple[str, ...] = ("key_mask", "pooled_bias", "state_weight")
-    else:
-        reason = why_not(call.query, call.feature_map)
-        names = "key_mask", "mixing", "output_norm", "output_gate", "linear_weight"
-    if reason is not None:
-        raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
-    tensors = {"rotary": None if call.rotary is None else call.rotary[0]}
-    for name, x in (tensors | {name: getattr(call, name) for name in names}).items():
-        if x is not None and x.device != call.query.device:
-            raise ValueError(f"{name} is on {x.device}, but query is on {call.query.device}; move it there.")
-    from . import branches
-
-    return branches
 
 
 @cache

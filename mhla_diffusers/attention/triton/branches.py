@@ -28,12 +28,11 @@ from ..rope import rotary_table
 from ..sparse import log_gain
 from .choose import choose
 from .fit import fit
+from .linear import block_states, read_states
 from .listed import listed
 from .merge import merge
 from .pooled import pooled
 from .prepare import prepare
-from .read import read_states
-from .states import block_states
 from .tiles import power_of_two, states_dtype
 
 _LARGE = 1e30

@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..order import stretch_of
+from ..layout import block_count
+from ..order import blocks_per_state, stretch_of
 from .operators import allocate, differentiable, operator
-from .prepare import GRID, block_counts
+from .prepare import GRID
 from .softmax import EMPTY
 from .tiles import architecture_of
 
@@ -52,11 +53,7 @@ def best_of(score, best, COLUMNS: tl.constexpr):
     return (above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= missing))).to(tl.int32), count
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("key_blocks", "best", "width", "extra", "total", "words", "stretches"),
-    ]
-)
+@triton.jit(do_not_specialize=["key_blocks", "best", "width", "extra", "total", "words", "stretches"])
 def select_kernel(
     logits,
     variance,
@@ -124,10 +121,10 @@ _INPUTS = f"Tensor logits, Tensor variance, Tensor weight, Tensor? given, SymInt
 
 def _outputs(logits, best, by_states, grid, block_size, extra) -> tuple[torch.Tensor, ...]:
     """Allocate what :func:`choose` returns."""
-    blocks, key_blocks = block_counts(grid, block_size, extra)
-    rows, per_stretch = logits.shape[0] * logits.shape[1], stretch_of(block_size) // block_size
+    blocks, key_blocks = block_count(grid, block_size, extra), block_count(grid, block_size)
+    rows = logits.shape[0] * logits.shape[1]
     shapes = (rows, max(1, best + blocks - key_blocks)), (rows,), (rows, (key_blocks + 31) // 32)
-    mixing = (*logits.shape[:2], (key_blocks + per_stretch - 1) // per_stretch) if by_states else (0,)
+    mixing = (*logits.shape[:2], block_count(grid, stretch_of(block_size))) if by_states else (0,)
     lists = (allocate(shape, torch.int32, logits.device) for shape in shapes)
     return *lists, allocate(mixing, torch.float32, logits.device)
 
@@ -154,7 +151,7 @@ def choose(logits, variance, weight, given, best, by_states, grid, block_size, e
     Raises:
         ValueError: there are more key blocks than MOST_KEY_BLOCKS.
     """
-    blocks, key_blocks = block_counts(grid, block_size, extra)
+    blocks, key_blocks = block_count(grid, block_size, extra), block_count(grid, block_size)
     if key_blocks > MOST_KEY_BLOCKS:
         raise ValueError(f"{key_blocks} key blocks are more than {MOST_KEY_BLOCKS}: take larger blocks")
     indices, counts, listed, mixing = _outputs(logits, best, by_states, grid, block_size, extra)
@@ -177,7 +174,7 @@ def choose(logits, variance, weight, given, best, by_states, grid, block_size, e
         words=listed.shape[1],
         stretches=mixing.shape[-1],
         COLUMNS=columns,
-        PER_STRETCH=stretch_of(block_size) // block_size,
+        PER_STRETCH=blocks_per_state(block_size),
         num_warps=max(1, min(1024, columns // SCORES_OF_A_THREAD) // threads),
         num_stages=1,
     )
@@ -192,7 +189,7 @@ def choose_backward(gradient, bits, logits, variance, weight, given, best, by_st
     left_out = ((words >> (column % 32)) & 1 == 1) | (weight[:, None] == 0)
     weights = (logits + weight[:, None].log()).masked_fill(left_out, EMPTY.value)
     weights = weights.softmax(dim=-1).masked_fill(left_out, 0)
-    of_weights = gradient.repeat_interleave(stretch_of(block_size) // block_size, dim=2)[..., : logits.shape[2]]
+    of_weights = gradient.repeat_interleave(blocks_per_state(block_size), dim=2)[..., : logits.shape[2]]
     return [weights * (of_weights - (weights * of_weights).sum(dim=-1, keepdim=True))]
 
 

@@ -20,7 +20,7 @@ PLACE = "SymInt[] grid, SymInt[] blocks, SymInt first, str feature_map, float ep
 
 SIZES = [
     *("heads", "tokens", "blocks", "splits", "angle_tokens"),
-    *(f"{name}_{axis}" for name in ("query", "key", "value", "gradient") for axis in ("batch", "token", "head")),
+    *(f"{name}_{axis}" for name in ("x", "key", "value", "gradient") for axis in ("batch", "token", "head")),
 ]
 """Arguments that change with the resolution; specialising on them would recompile kernels for every size."""
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..layout import layout_of
 from ..sparse import best_weights, fitting_rows
 from .operators import operator
-from .prepare import GRID, layout_for
+from .prepare import GRID
 
 _AT_ONCE = 64
 """Queries whose mixed states are multiplied at once."""
@@ -27,7 +28,7 @@ def fit(query, key, value, bias, near, near_lse, far, far_lse, mixed, scale, gri
     :func:`.listed.listed` returns for the same query, key, value and bias, ``far`` what :func:`.pooled.pooled` does,
     and ``mixed`` (G, Tq, D, D) the mixed states of the query blocks, None without them, whose γ is 0 then.
     """
-    layout, some = layout_for(grid, block_size, extra, query.device), fitting_rows(math.prod(grid), query.device)
+    layout, some = layout_of(tuple(grid), block_size, extra, query.device), fitting_rows(math.prod(grid), query.device)
     if bias is None and len(layout.order) != len(layout.rows):  # padding is left out
         bias = (layout.order >= 0).float().log()[None]
     mask = None if bias is None else bias[:, None, None].to(query.dtype)

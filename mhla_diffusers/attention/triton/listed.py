@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..layout import layout_of
 from .operators import allocate, differentiable, operator, padded
-from .prepare import GRID, layout_for
+from .prepare import GRID
 from .softmax import (
     EMPTY,
     LOG2E,
@@ -224,7 +225,7 @@ _INPUTS = (
 def _arguments(inputs: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments that all kernels take, with both axes flat, groups after each other; and those of lists."""
     query, key, value, bias, indices, counts, scale, grid, block_size, extra, causal = inputs
-    layout = layout_for(grid, block_size, extra, query.device)
+    layout = layout_of(tuple(grid), block_size, extra, query.device)
     shared = {"query": query, "key": key, "value": value, "valid": layout.valid.repeat(len(query)), "bias": bias}
     sizes = {"QUERY_ROWS": query.shape[:2].numel() // len(indices), "BLOCK_SIZE": block_size, "CAUSAL": causal}
     lists = {"indices": indices, "counts": counts, "width": indices.shape[1]}

@@ -11,12 +11,13 @@ With σ the far share of the common denominator and M the mixed states of a quer
 import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
+from ..layout import layout_of
 from ..precision import product
 from .operators import allocate, differentiable, operator, padded
-from .prepare import layout_for
 from .softmax import load_rows, store_rows
 from .tiles import constants_of, tile_of
 
@@ -100,7 +101,7 @@ def _launch(inputs: tuple[Any, ...], **outputs: Any) -> None:
     rows = near.shape[1]
     tile = tile_of("merge", near, block_size)
     merge_kernel[rows // tile.m, len(near)](
-        order=layout_for(grid, block_size, 0, near.device).order,
+        order=layout_of(tuple(grid), block_size, 0, near.device).order,
         tokens=math.prod(grid),
         heads=heads,
         rows=rows,
@@ -114,6 +115,12 @@ def _launch(inputs: tuple[Any, ...], **outputs: Any) -> None:
     )
 
 
+def _output(near, *inputs: Any) -> torch.Tensor:
+    """Allocate what :func:`merge` returns."""
+    *_, grid, _, heads = inputs
+    return allocate((near.shape[0] // heads, math.prod(list(grid)), heads, near.shape[2]), near.dtype, near.device)
+
+
 @operator(f"({_INPUTS}) -> Tensor")
 def merge(*inputs: Any):
     """Add two outputs under the sum of their denominators: (B, N, H, D) of the grid's tokens.
@@ -121,8 +128,7 @@ def merge(*inputs: Any):
     ``near``, ``far`` and ``query`` are rows (B H, R, D) of blocks of queries, the LSE natural, float32 (B H, R). Mixed
     states (B H, Tq, D, D) come with query and γ, float32 (B H,); without them all three are None.
     """
-    near, *_, grid, _, heads = inputs
-    output = allocate((len(near) // heads, math.prod(grid), heads, near.shape[2]), near.dtype, near.device)
+    output = _output(*inputs)
     _launch(inputs, output=output)
     return output
 
@@ -141,10 +147,5 @@ def merge_backward(output_gradient, *inputs: Any):
     return found
 
 
-@merge.register_fake
-def _(near, *inputs: Any):
-    *_, grid, _, heads = inputs
-    return near.new_empty(near.shape[0] // heads, math.prod(list(grid)), heads, near.shape[2])
-
-
+merge.register_fake(_output)
 differentiable(merge, merge_backward, 6)

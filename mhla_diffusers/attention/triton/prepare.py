@@ -1,101 +1,30 @@
 """One pass over query, key and value before the attention: RoPE, token order, means, states.
 
-Queries follow the curve of :mod:`..layout`: a program takes one block and some heads of one sample, and reads the
-angles of its tokens once for them. Keys and values are sorted by content (:mod:`..order`): a program takes one stretch
-of one head, and finds in the caches what it reads again. The pass back is operations of PyTorch, since gradients are
-taken in training alone.
+Queries follow the curve of :mod:`..layout`: a program takes one block of one head. Keys and values are sorted by
+content (:mod:`..order`): a program takes one stretch, and finds in the caches what it reads again. The pass back is
+operations of PyTorch, since gradients are taken in training alone.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 # Triton ships no types, and annotations of a kernel mean something else to it.
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..layout import Layout, layout_of
-from ..order import stretch_of
+from ..layout import Layout, block_count, layout_of
+from ..order import blocks_per_state, stretch_of
 from ..rope import apply_rotary, rotary_table
 from .features import rotate_pairs, strides_of
 from .operators import allocate, operator, refuse_second_derivative
 from .tiles import power_of_two, precision_of, states_dtype, tile_of
 
 GRID = "SymInt[] grid, SymInt block_size, SymInt extra"
-"""Arguments of an operator that finds the tables of the layout itself, so that torch.compile never traces them."""
-
-
-def layout_for(grid: Sequence[int], block_size: int, extra: int, device: torch.device) -> Layout:
-    """The layout of an operator's tokens, the extra ones last."""
-    return layout_of(tuple(grid), block_size, extra, str(device))
-
-
-def block_counts(grid: Sequence[int], block_size: int, extra: int) -> tuple[int, int]:
-    """Number of blocks of all tokens, and of the grid's."""
-    of_grid = (math.prod(list(grid)) + block_size - 1) // block_size
-    return of_grid + (extra + block_size - 1) // block_size, of_grid
-
-
-@triton.jit
-def load_angles(angles, at, mask, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Cosines and sines of channel pairs, float32 (BLOCK, CHUNK / 2) each."""
-    both = tl.load(angles + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.split(tl.reshape(both, (BLOCK, CHUNK // 2, 2)))
-
-
-@triton.jit(
-    do_not_specialize=["query_batch", "query_token", "query_head", "angle_tokens", "heads", "blocks", "grid_blocks"]
-)
-def prepare_queries_kernel(
-    query,
-    angles,
-    order,
-    valid,
-    query_rows,
-    pooled_query,
-    query_batch,
-    query_token,
-    query_head,
-    angle_tokens,
-    heads,
-    blocks,
-    grid_blocks,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
-    """One block of some heads; ``angle_tokens`` is the number of tokens, or 0 where all samples share their angles."""
-    first_head = tl.program_id(0) // CHUNKS * HEADS
-    block = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
-    row = block * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.program_id(0) % CHUNKS * CHUNK + tl.arange(0, CHUNK)
-    token = tl.load(order + row)
-    exists = token >= 0
-    token = tl.maximum(token, 0).to(tl.int64)
-    mask = exists[:, None] & (channel < D)[None, :]
-    share = exists.to(tl.float32) / tl.maximum(tl.load(valid + block), 1).to(tl.float32)
-    if angles is not None:
-        at = (batch * angle_tokens + token)[:, None] * D + channel[None, :]
-        cos, sin = load_angles(angles, at, mask, BLOCK, CHUNK)
-    query_at = (batch * query_batch + token * query_token)[:, None] * ALIGNMENT + channel[None, :]
-    for head in range(first_head, tl.minimum(first_head + HEADS, heads)):
-        q = tl.load(query + query_at + head * query_head.to(tl.int64) * ALIGNMENT, mask=mask, other=0.0)
-        group = batch * heads + head
-        turned = q.to(tl.float32)
-        if angles is not None:
-            turned = rotate_pairs(turned, cos, sin)
-        rows_at = (group * blocks * BLOCK + row)[:, None] * D + channel[None, :]
-        tl.store(query_rows + rows_at, turned.to(q.dtype), mask=(channel < D)[None, :])
-        mean = tl.sum(turned * share[:, None], 0)
-        pooled_at = (group * grid_blocks + block) * D + channel
-        tl.store(pooled_query + pooled_at, mean.to(q.dtype), mask=channel < tl.where(block < grid_blocks, D, 0))
+"""Arguments of an operator that finds the tables of the layout itself, so that torch.compile never traces them; extra
+tokens come last."""
 
 
 @triton.jit
@@ -106,7 +35,8 @@ def load_keys(
     mask = exists[:, None] & (channel < D)[None, :]
     turned = tl.load(key + key_at[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     if angles is not None:
-        cos, sin = load_angles(angles, angles_at[:, None] + channel[None, :], mask, ROWS, CHUNK)
+        both = tl.load(angles + angles_at[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        cos, sin = tl.split(tl.reshape(both, (ROWS, CHUNK // 2, 2)))
         turned = rotate_pairs(turned, cos, sin)
     return turned
 
@@ -181,7 +111,7 @@ def apart_from_mean(x, row, channel, share, HEAD_DIM: tl.constexpr):
         *("angle_tokens", "tokens", "rows", "grid_blocks"),
     ]
 )
-def prepare_keys_kernel(
+def prepare_kernel(
     key,
     value,
     angles,
@@ -215,7 +145,10 @@ def prepare_keys_kernel(
     SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One stretch of one head, of the grid or of extra tokens, which are not sorted: halved LEVELS times."""
+    """One stretch of one head, of the grid or of extra tokens, which are not sorted: halved LEVELS times.
+
+    Of queries, which come without a value, a block is a stretch.
+    """
     head, batch = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     group = batch * tl.num_programs(0) + head
     of_grid = tl.cdiv(grid_blocks * BLOCK, STRETCH)
@@ -225,7 +158,8 @@ def prepare_keys_kernel(
     end = tl.minimum(start + STRETCH, tl.where(is_grid, grid_blocks * BLOCK, rows))
     PARTS: tl.constexpr = STRETCH // BLOCK
     key += batch * key_batch * ALIGNMENT + head * key_head * ALIGNMENT
-    value += batch * value_batch * ALIGNMENT + head * value_head * ALIGNMENT
+    if value is not None:
+        value += batch * value_batch * ALIGNMENT + head * value_head * ALIGNMENT
     if angles is not None:
         angles += batch * angle_tokens * D
     if key_mask is not None:
@@ -243,11 +177,13 @@ def prepare_keys_kernel(
     exists, at = token >= 0, tl.maximum(token, 0).to(tl.int64)
     total = tl.sum(tl.reshape(weight, (PARTS, BLOCK)), 1)
     block = start // BLOCK + tl.arange(0, PARTS)
-    tl.store(block_weight + group * grid_blocks + block, total, mask=block < grid_blocks)
+    if value is not None:
+        tl.store(block_weight + group * grid_blocks + block, total, mask=block < grid_blocks)
     share = tl.reshape(weight, (PARTS, BLOCK)) / tl.where(total > 0, total, 1.0)[:, None]
     row = start + tl.arange(0, STRETCH)
     inside = row < end
-    tl.store(row_tokens + group * rows + row, token, mask=inside)
+    if value is not None:
+        tl.store(row_tokens + group * rows + row, token, mask=inside)
     if row_bias is not None:
         log_weight = tl.where(weight > 0, tl.log(tl.where(weight > 0, weight, 1.0)), float("-inf"))
         tl.store(row_bias + group * rows + row, log_weight, mask=inside)
@@ -258,19 +194,22 @@ def prepare_keys_kernel(
         mask = inside[:, None] & (channel < D)[None, :]
         pooled_mask = (block < grid_blocks)[:, None] & (channel < D)[None, :]
         keys = load_keys(key, angles, at * key_token * ALIGNMENT, at * D, exists, channel, D, STRETCH, CHUNK)
-        there = exists[:, None] & (channel < D)[None, :]
-        values_at = (at * value_token * ALIGNMENT)[:, None] + channel[None, :]
-        values = tl.load(value + values_at, mask=there, other=0.0)
+        if value is not None:
+            there = exists[:, None] & (channel < D)[None, :]
+            values_at = (at * value_token * ALIGNMENT)[:, None] + channel[None, :]
+            values = tl.load(value + values_at, mask=there, other=0.0)
         tl.store(key_rows + rows_at, keys.to(key.dtype.element_ty), mask=mask)
-        tl.store(value_rows + rows_at, values, mask=mask)
+        if value is not None:
+            tl.store(value_rows + rows_at, values, mask=mask)
         parts = tl.reshape(keys, (PARTS, BLOCK, CHUNK))
         mean = tl.sum(parts * share[:, :, None], 1)
         tl.store(pooled_key + pooled_at, mean.to(key.dtype.element_ty), mask=pooled_mask)
-        apart = parts - mean[:, None, :]
-        variance = tl.sum(apart * apart * share[:, :, None], 1)
-        tl.store(spread + pooled_at, variance.to(spread.dtype.element_ty), mask=pooled_mask)
-        mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
-        tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
+        if value is not None:
+            apart = parts - mean[:, None, :]
+            variance = tl.sum(apart * apart * share[:, :, None], 1)
+            tl.store(spread + pooled_at, variance.to(spread.dtype.element_ty), mask=pooled_mask)
+            mean = tl.sum(tl.reshape(values.to(tl.float32), (PARTS, BLOCK, CHUNK)) * share[:, :, None], 1)
+            tl.store(pooled_value + pooled_at, mean.to(value.dtype.element_ty), mask=pooled_mask)
     if states is not None:  # noqa: SIM102 - the compiler knows this one, and not the other
         if is_grid:  # the mean state of the blocks, a square part with SIDE channels at a time
             tl.debug_barrier()  # the rows that this program has just written are read by other threads of it
@@ -306,15 +245,13 @@ _PLACE = "SymInt[] grid, SymInt block_size, SymInt key_block_size, SymInt extra"
 def _outputs(query, key_mask, grid, block_size, key_block_size, extra, with_states) -> tuple[torch.Tensor, ...]:
     """Allocate what :func:`prepare` returns."""
     groups, head_dim, dtype = query.shape[0] * query.shape[2], query.shape[3], query.dtype
-    blocks, of_grid = block_counts(grid, block_size, extra)
-    key_blocks, keys_of_grid = block_counts(grid, key_block_size, extra)
-    per_stretch, number = stretch_of(key_block_size) // key_block_size, states_dtype(dtype)
-    stretches = (keys_of_grid + per_stretch - 1) // per_stretch if with_states else 0
-    rows = groups, key_blocks * key_block_size
+    keys_of_grid, number = block_count(grid, key_block_size), states_dtype(dtype)
+    stretches = block_count(grid, stretch_of(key_block_size)) if with_states else 0
+    rows = groups, block_count(grid, key_block_size, extra) * key_block_size
     shapes = (
-        ((groups, blocks * block_size, head_dim), dtype),
+        ((groups, block_count(grid, block_size, extra) * block_size, head_dim), dtype),
         *[((*rows, head_dim), dtype)] * 2,
-        ((groups, of_grid, head_dim), dtype),
+        ((groups, block_count(grid, block_size), head_dim), dtype),
         *[((groups, keys_of_grid, head_dim), x) for x in (dtype, dtype, number)],
         (rows, torch.int32),
         ((groups, stretches, head_dim, head_dim), number),
@@ -344,44 +281,48 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         weights of the rows of keys (B H, R), empty without a mask; and weights of the blocks of keys (B H, T).
     """
     (batch, _, heads, head_dim), device = query.shape, query.device
-    queries, keys = (layout_for(grid, size, extra, device) for size in (block_size, key_block_size))
+    queries, keys = (layout_of(tuple(grid), size, extra, device) for size in (block_size, key_block_size))
     found = _outputs(query, key_mask, grid, block_size, key_block_size, extra, with_states)
     query_rows, key_rows, value_rows, pooled_query, pooled_key, pooled_value, spread, row_tokens, states, *_ = found
-    shared = {
-        "angles": None if angles is None else angles.contiguous(),
-        "angle_tokens": 0 if angles is None or len(angles) == 1 else angles.shape[1],
-        "D": head_dim,
-    }
-    tile = tile_of("prepare", query, most_n=power_of_two(head_dim))
-    chunks = triton.cdiv(head_dim, tile.n)
-    prepare_queries_kernel[triton.cdiv(heads, tile.m) * chunks, queries.blocks, batch](
-        query=query,
-        order=queries.order,
-        valid=queries.valid,
-        query_rows=query_rows,
-        pooled_query=pooled_query,
-        heads=heads,
-        blocks=queries.blocks,
-        grid_blocks=queries.grid_blocks,
-        BLOCK=block_size,
-        CHUNK=tile.n,
-        CHUNKS=chunks,
-        HEADS=tile.m,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **strides_of(query=query),
-        **shared,
-    )
-    tile = tile_of("prepare_keys", query, most_n=power_of_two(head_dim))
+    angles = None if angles is None else angles.contiguous()
+
+    def launch(kernel: str, x: torch.Tensor, layout: Layout, stretch: int, levels: int, **more: Any) -> None:
+        tile = tile_of(kernel, x, most_n=power_of_two(head_dim))
+        of_extra = layout.blocks - layout.grid_blocks
+        stretches = sum(triton.cdiv(n * layout.block_size, stretch) for n in (layout.grid_blocks, of_extra))
+        prepare_kernel[heads, stretches, batch](
+            key=x,
+            angles=angles,
+            angle_tokens=0 if angles is None or len(angles) == 1 else angles.shape[1],
+            order=layout.order,
+            tokens=len(layout.rows),
+            rows=len(layout.order),
+            grid_blocks=layout.grid_blocks,
+            D=head_dim,
+            BLOCK=layout.block_size,
+            STRETCH=stretch,
+            LEVELS=levels,
+            CHUNK=tile.n,
+            SIDE=min(tile.m, power_of_two(head_dim)),
+            PRECISION=precision_of(x),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **more,
+        )
+
+    of_values = "value", "value_rows", "row_tokens", "pooled_value", "spread", "block_weight"
+    outputs: dict[str, Any] = {"key_rows": query_rows, "pooled_key": pooled_query}
+    absent = dict.fromkeys((*of_values, "key_mask", "states", "row_bias"))
+    launch("prepare_queries", query, queries, block_size, 0, **outputs, **absent, **strides_of(key=query, value=query))
     stretch = stretch_of(key_block_size) if by_content or with_states else key_block_size
-    stretches = sum(
-        triton.cdiv(blocks * key_block_size, stretch) for blocks in (keys.grid_blocks, keys.blocks - keys.grid_blocks)
-    )
-    prepare_keys_kernel[heads, stretches, batch](
-        key=key,
+    launch(
+        "prepare_keys",
+        key,
+        keys,
+        stretch,
+        (stretch // key_block_size).bit_length() - 1 if by_content else 0,
         value=value,
         key_mask=None if key_mask is None else key_mask.contiguous(),
-        order=keys.order,
         key_rows=key_rows,
         value_rows=value_rows,
         row_tokens=row_tokens,
@@ -391,19 +332,7 @@ def prepare(query, key, value, angles, key_mask, grid, block_size, key_block_siz
         states=states if with_states else None,
         row_bias=None if key_mask is None else found[9],
         block_weight=found[10],
-        tokens=len(keys.rows),
-        rows=len(keys.order),
-        grid_blocks=keys.grid_blocks,
-        BLOCK=key_block_size,
-        STRETCH=stretch,
-        LEVELS=(stretch // key_block_size).bit_length() - 1 if by_content else 0,
-        CHUNK=tile.n,
-        SIDE=min(tile.m, power_of_two(head_dim)),
-        PRECISION=precision_of(key),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
         **strides_of(key=key, value=value),
-        **shared,
     )
     return found
 
@@ -420,7 +349,7 @@ def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, 
     Σ w (k - k̄)² gives a key 2 w ∂ (k - k̄). Gradients through the means cancel, since deviations add up to 0.
     """
     key_rows, value_rows, row_tokens, bias, weight, angles, grid, block_size, key_block_size, extra, heads = arguments
-    dtype, queries = query.dtype, layout_for(grid, block_size, extra, query.device)
+    dtype, queries = query.dtype, layout_of(tuple(grid), block_size, extra, query.device)
     query, key, value, pooled_query, pooled_key, pooled_value, spread, states = (
         x.float() for x in (query, key, value, pooled_query, pooled_key, pooled_value, spread, states)
     )
@@ -435,7 +364,7 @@ def prepare_backward(query, key, value, pooled_query, pooled_key, pooled_value, 
     keys, values = (x - share.mT @ x for x in (keys, values))
     of_key, of_value = pooled_key[:, :, None] + 2 * spread[:, :, None] * keys, pooled_value[:, :, None]
     if states.shape[1]:
-        per_stretch = stretch_of(key_block_size) // key_block_size
+        per_stretch = blocks_per_state(key_block_size)
 
         def by_stretch(x: torch.Tensor) -> torch.Tensor:
             x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -blocks % per_stretch))

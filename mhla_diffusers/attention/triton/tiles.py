@@ -24,8 +24,8 @@ class Tile(NamedTuple):
 
 _SOFTMAX_FLOAT32 = (16, 32, 4, 1), (16, 16, 4, 1)
 TILES: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
-    "prepare": {"": (*[(4, 64, 4, 1)] * 2, *[(4, 32, 4, 1)] * 2)},  # heads one after the other, channels at once
     # channels of a part of a state, channels at once
+    "prepare_queries": {"": (*[(16, 64, 4, 1)] * 2, *[(16, 32, 4, 1)] * 2)},
     "prepare_keys": {
         "sm_80": (*[(64, 8, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2),
         "": (*[(64, 16, 8, 1)] * 2, *[(32, 32, 8, 1)] * 2),

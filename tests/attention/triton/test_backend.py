@@ -61,7 +61,7 @@ def test_kernels_are_made_at_the_first_call_and_where_they_cannot_be_eager_opera
     """As with a Triton that is older than allowed: the log says why, once. Diffusers imports Triton itself."""
     script = """
 import sys, mhla_diffusers
-assert not any("mhla_diffusers.attention.triton." + name in sys.modules for name in ("states", "listed", "pooled"))
+assert not any("mhla_diffusers.attention.triton." + name in sys.modules for name in ("linear", "listed", "pooled"))
 import torch, triton
 del triton.jit
 from mhla_diffusers.attention import mhla_attention
