@@ -21,6 +21,9 @@ class Engine:
     of the model ends with a line such as "sparse in 1,160 of 1,200 attentions, 40 dense: dense steps".
     """
 
+    backend = "auto"
+    """Kernels where they can run, as of a patch."""
+
     def __init__(self, settings: EngineSettings, logger: logging.Logger) -> None:
         self.config, self.min_tokens = settings.config, settings.min_tokens
         self.log = Log(logger)

@@ -67,7 +67,7 @@ def apply_mhla(
             ``scheduler``, or one transformer.
         patch: settings, a profile ("faithful", "balanced" or "fast"), a preset such as "wan2.1-t2v-1.3b", or the path
             of a patch YAML; None for the family's defaults.
-        backend: of MHLA, see :func:`mhla_diffusers.attention.mhla_attention`.
+        backend: see :func:`mhla_diffusers.attention.mhla_attention`.
         grid: the token grid of a model without a family, such as (21, 30, 52), or a function of the forward's
             arguments, by name; sparse attention then answers its calls of PyTorch's ``scaled_dot_product_attention``.
         extra: with ``grid``, tokens such as text before and after those of the grid, or such a function.

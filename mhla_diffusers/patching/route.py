@@ -179,9 +179,12 @@ def sparse(
     call: Call,
     fit: Fit,
     request: Request,
-    compute: Callable[[SparseCall], torch.Tensor] = run,
+    compute: Callable[[SparseCall], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Return sparse attention, (B, N, H, D); (B, product of the grid, H, D) where extra tokens have keys alone."""
+    """Return sparse attention, (B, N, H, D); (B, product of the grid, H, D) where extra tokens have keys alone.
+
+    By the patch's backend, or as ``compute`` does.
+    """
     tokens, (before, after), given, lower = query.shape[1], fit.extra, (query, key, value), autocast_type(query)
     if lower is not None:  # as scaled_dot_product_attention casts
         query, key, value = (x.to(lower) for x in given)
@@ -196,7 +199,8 @@ def sparse(
     config = call.patch.config
     rule = config.rule_on(call.grid) if call.rule is None else call.rule
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
-    output = compute(SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra))
+    of_grid = SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra)
+    output = run(of_grid, call.patch.backend) if compute is None else compute(of_grid)
     if is_grid_alone:
         return output[:, before : before + tokens]
     return _with_own_rows(output, *given, fit, request) if fit.differs else output

@@ -205,7 +205,7 @@ def load_mhla(
         model: unpatched pipeline or transformer of the kind that the patch was made for.
         patch: folder, Hub id, or the name of an adapted patch that ships, such as "tiny-wan-mhla".
         blocks: other block counts to open the patch at; mixing matrices are interpolated.
-        backend: of MHLA.
+        backend: see :func:`apply_mhla`.
 
     Raises:
         ValueError: wrong model, damaged or incomplete files, non-finite values, or a model that is patched already.

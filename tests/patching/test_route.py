@@ -285,6 +285,14 @@ def test_disabled_within_the_context_in_this_thread_alone(name):
 # The backend that the user has chosen
 
 
+def test_a_patch_runs_on_the_backend_that_is_asked_for():
+    """No kernel has blocks of 4."""
+    model = mhla.apply_mhla(models.wan(), **SPARSE, backend="triton")
+    with refused('backend="triton" cannot run this call'):
+        models.output(model, models.inputs("wan"))
+    models.output(mhla.change_mhla(model, backend="eager"), models.inputs("wan"))
+
+
 def kernels(model):
     """How often the two implementations of softmax attention ran."""
     with torch.profiler.profile() as profile:
