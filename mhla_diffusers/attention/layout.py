@@ -103,15 +103,9 @@ def frame_block_starts(grid: Sequence[int], blocks: Sequence[int]) -> list[int]:
 
 def blocks_of_range(grid: Sequence[int], blocks: Sequence[int], first: int, count: int) -> slice:
     """The blocks that a run of tokens may lie in, by number: whole rows of the first axis' blocks."""
-    row, behind = math.prod(grid[1:]), math.prod(blocks[1:])
-    shortest, longer = divmod(grid[0], blocks[0])
-    places = first // row, max(first, first + count - 1) // row
-    behind_longer = [place - longer * (shortest + 1) for place in places]
-    start, stop = (
-        place // (shortest + 1) if rest < 0 else longer + rest // shortest
-        for place, rest in zip(places, behind_longer, strict=True)
-    )
-    return slice(start * behind, (stop + 1) * behind)
+    behind, starts = math.prod(blocks[1:]), frame_block_starts(grid, blocks)
+    start, stop = (sum(begin <= place for begin in starts) for place in (first, max(first, first + count - 1)))
+    return slice((start - 1) * behind, stop * behind)
 
 
 def block_index(grid: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
