@@ -127,7 +127,8 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
             _set(content, override)
         return cls.read(content)
     except ValueError as error:
-        raise ValueError(f"{' with '.join([str(source), *overrides])}: {error}") from None
+        place = f"{source} with {', '.join(overrides)}" if overrides else source
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _set(content: Any, override: str) -> None:

@@ -1,17 +1,15 @@
 """``mhla check``: what it computes, writes and says; and that sparse attention needs little more memory than dense."""
 
 import re
-import weakref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.cli import app
 
 from . import models
+from .attention.problems import peak_bytes
 
 SMALL = ("check", "--model", "tiny-wan", "--device", "cpu")
 
@@ -35,36 +33,8 @@ def test_a_cpu_times_a_part_of_a_long_sequence_and_decides_nothing(tmp_path):
     assert re.search(rf"\*\*not decided on a CPU: over 4,096 of 16,384 tokens, .* at most {bound}x", ended.output)
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes that a forward holds beside weights and inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak = self.now = 0
-        self.known = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        given, made = (
-            [leaf.untyped_storage() for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)]
-            for x in ((args, kwargs), output)
-        )
-        old = self.known | {storage._cdata for storage in given}
-        for storage in made:
-            if storage._cdata not in old:
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return output
-
-    def free(self, place, size):
-        self.known.discard(place)
-        self.now -= size
-
-
 def test_a_patched_forward_holds_at_most_a_third_more_than_a_dense_one():
-    """By live bytes, on the eager path: 2,304 tokens, heads of 128 channels."""
+    """On the eager path: 2,304 tokens, heads of 128 channels."""
     model = models.wan(num_attention_heads=4, attention_head_dim=128, ffn_dim=2048, num_layers=2)
     given = {
         "hidden_states": torch.randn(1, 16, 4, 48, 48),
@@ -72,11 +42,6 @@ def test_a_patched_forward_holds_at_most_a_third_more_than_a_dense_one():
         "encoder_hidden_states": torch.randn(1, 16, 32),
     }
 
-    def peak():
-        with torch.no_grad(), Live() as live:
-            model(**given)
-        return live.peak
-
-    dense = peak()
+    dense = peak_bytes(lambda: model(**given))
     apply_mhla(model, "fast", dense_first=0, dense_every=0)
-    assert dense < peak() <= 1.3 * dense
+    assert dense < peak_bytes(lambda: model(**given)) <= 1.3 * dense

@@ -114,8 +114,9 @@ class PipelineChoice:
         known = [name for name in defaults if name not in _GIVEN]
         check_names([*self.settings, *more], known, f"setting of a call of {pipeline.__name__}")
         for name, value in self.settings.items():
-            fits = isinstance(value, int | float) and (value >= 1 or name != "num_inference_steps")
-            usual = defaults[name]
+            usual, fits = defaults[name], isinstance(value, int | float)
+            if name == "num_inference_steps":
+                fits = isinstance(value, int) and value > 0
             check(fits or type(usual) not in (int, float), f"{name}={value!r} must be a number, such as {usual}.")
 
     def pipeline_class(self) -> Any:
@@ -158,7 +159,10 @@ def load_pipeline(model: str, family: str, device: str, dtype: torch.dtype, with
     absent = {name: transformer_without_weights(source, family, name) for name in without_weights}
     # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
     kind = getattr(diffusers, str(_index(source).get("_class_name")), diffusers.DiffusionPipeline)
-    pipe = kind.from_pretrained(source, dtype=dtype, **dict.fromkeys(absent)).to(choose_device(device))
+    pipe = kind.from_pretrained(source, dtype=dtype, **absent)  # reads sizes of its transformer
+    for name in absent:  # cannot be moved
+        setattr(pipe, name, None)
+    pipe.to(choose_device(device))
     for name, transformer in absent.items():
         setattr(pipe, name, transformer)
     pipe.set_progress_bar_config(disable=True)

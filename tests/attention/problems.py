@@ -307,3 +307,15 @@ def drawn_problems(draw: st.DrawFn, kind: str) -> Problem:
     ends = range(1, first + 1) if causal == "token" else frame_block_starts(grid, blocks)[1:]
     tokens = draw(st.sampled_from(list(ends)))
     return make_problem(grid, blocks, causal=causal, tokens=tokens, **options, **sizes)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes on the CPU that a function holds at a time, without gradients, beside its inputs."""
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

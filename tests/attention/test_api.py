@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from mhla_diffusers.attention import initial_mixing, mhla_attention, sparse_attention
 
 from ..refusals import refused
-from .problems import BACKENDS, errors_of, make_problem
+from .problems import BACKENDS, errors_of, make_problem, peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -70,13 +70,7 @@ def test_memory_is_linear_in_tokens(dtype, blocks, causal):
         inputs = [torch.randn(1, frames * 30 * 50, 4, 64, dtype=dtype) for _ in range(3)]
         grid = (frames if causal is None else 7 * frames // 4, 30, 50)
         mixing = torch.rand(2 * [math.prod(blocks)])
-        with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
-            mhla_attention(*inputs, mixing, grid, blocks, causal=causal)
-        held = peak = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                peak = max(peak, held)
+        peak = peak_bytes(partial(mhla_attention, *inputs, mixing, grid, blocks, causal=causal))
         assert 0 < peak <= 4 * sum(x.nbytes for x in inputs)
 
 
