@@ -41,7 +41,6 @@ def test_a_patch_by_name_and_by_path(tmp_path):
     [
         ("", "description, patch"),
         ("patch: {block: [1]}", "'block'; .*'blocks'"),
-        ("patch: [2, 2]", r"\[2, 2\]"),
         ("{", "YAML"),
     ],
 )

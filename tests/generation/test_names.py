@@ -7,11 +7,6 @@ from mhla_diffusers.generation.names import parse_settings, read_prompts
 from ..refusals import refused
 
 
-def test_settings_are_typed():
-    found = parse_settings(["height=480", "guidance_scale=2.5", "x=a"])
-    assert found == {"height": 480, "guidance_scale": 2.5, "x": "a"}
-
-
 @pytest.mark.parametrize(("given", "named"), [("height", "'height'"), ("x=[1", "'x=[1'"), ("x=2 y=2 x=3", "'x'")])
 def test_settings_that_are_none_or_given_twice_are_refused(given, named):
     with refused(named):

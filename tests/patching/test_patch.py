@@ -75,6 +75,7 @@ REFUSED = {
     "a pipeline without a transformer": ("wan", {"model": DDPMPipeline(unet(), DDPMScheduler())}, "unet"),
     "nothing": ("wan", {"model": None}, "NoneType"),
     "fused projections": ("wan", {"model": fused(), "blocks": (2, 2, 3)}, "unfuse_qkv_projections()"),
+    "extra tokens without a grid": ("wan", {"extra": (0, 8)}, "extra=(0, 8)...grid="),
     "an unknown transformer": ("wan", {"model": type("Flux9Transformer2DModel", (torch.nn.Module,), {})()}, "grid="),
 }
 
