@@ -27,10 +27,9 @@ from ..precision import finish, product
 from ..rope import rotary_table
 from ..sparse import log_gain
 from .choose import choose
-from .fit import fit
 from .linear import block_states, read_states
 from .listed import listed
-from .merge import merge
+from .merge import fit, merge
 from .pooled import pooled
 from .prepare import prepare
 from .tiles import power_of_two, states_dtype
