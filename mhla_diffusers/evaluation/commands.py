@@ -61,7 +61,6 @@ def vbench(
     flickering: Annotated[
         Path | None, typer.Option(help="The folder filtered_videos of VBench's static_filter.py.")
     ] = None,
-    dimensions: Annotated[list[str] | None, typer.Option("--dimension", help="Repeatable; default: all.")] = None,
     output: _OUTPUT = None,
 ) -> None:
     """Print VBench's command for each dimension, or read its results: Quality, Semantic, Total."""
@@ -70,8 +69,7 @@ def vbench(
         totals = total_scores(scores)  # raises if dimensions are missing
         _report({name: scores[name] for name in DIMENSIONS} | totals, output)
     elif folder is not None and suite is not None:
-        commands = vbench_commands(suite, folder, dimensions or DIMENSIONS, flickering=flickering)
-        typer.echo("\n".join(map(shlex.join, commands)))
+        typer.echo("\n".join(map(shlex.join, vbench_commands(suite, folder, flickering))))
     else:
         raise ValueError("Give --from with results, or the folder of a set with --suite.")
 

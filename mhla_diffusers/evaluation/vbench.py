@@ -4,11 +4,10 @@ VBench needs old versions of its libraries, so its commands run in an environmen
 """
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import check_names
 from ..files import read_json
 from ..generation.record import Sample
 
@@ -99,18 +98,15 @@ def read_results(files: Iterable[Path]) -> dict[str, float]:
     return scores
 
 
-def vbench_commands(
-    suite: Path, folder: Path, dimensions: Sequence[str], *, flickering: Path | None = None
-) -> list[list[str]]:
+def vbench_commands(suite: Path, folder: Path, flickering: Path | None = None) -> list[list[str]]:
     """Return the commands of VBench 0.1.5, one per dimension, which write into ``vbench`` in the set's folder.
 
     ``flickering`` is the folder ``filtered_videos`` of VBench's ``static_filter.py``; None for the unfiltered videos of
-    the set. ValueError for an unknown dimension, or missing videos, for which VBench itself only warns.
+    the set. ValueError for missing videos, for which VBench itself only warns.
     """
-    check_names(dimensions, list(DIMENSIONS), "dimension of VBench")
     entries, commands = read_json(suite), []
     missing: list[Path] = []
-    for dimension in dimensions:
+    for dimension in DIMENSIONS:
         filtered = flickering if dimension == FLICKERING else None
         videos = filtered or folder / VIDEO_FOLDER
         names = [Path(x.file).name for x in suite_videos([e for e in entries if dimension in e["dimension"]])]
@@ -125,6 +121,6 @@ def vbench_commands(
     if missing:
         raise ValueError(
             f"{len(set(missing))} videos are missing, for example {str(missing[0])!r}. Generate them with mhla eval "
-            "samples vbench, or choose other dimensions."
+            "samples vbench."
         )
     return commands
