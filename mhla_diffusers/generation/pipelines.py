@@ -103,7 +103,7 @@ class PipelineChoice:
     def check(self, *more: str) -> None:
         """Check the patch, and the settings of the pipeline's call and ``more`` arguments by its class alone.
 
-        ValueError also for an argument that is set elsewhere, and for what is no number where the default is one.
+        ValueError also for an argument that is set elsewhere, and for text where the default is a number.
         """
         if self.patch is None:
             self.of_family.complete(self.patch_settings)
@@ -114,10 +114,10 @@ class PipelineChoice:
         known = [name for name in defaults if name not in _GIVEN]
         check_names([*self.settings, *more], known, f"setting of a call of {pipeline.__name__}")
         for name, value in self.settings.items():
-            usual, fits = defaults[name], isinstance(value, int | float)
+            fits = not isinstance(value, str) or type(defaults[name]) not in (int, float)
             if name == "num_inference_steps":
                 fits = isinstance(value, int) and value > 0
-            check(fits or type(usual) not in (int, float), f"{name}={value!r} must be a number, such as {usual}.")
+            check(fits, f"{name}={value!r} must be a number, such as {defaults[name]}.")
 
     def pipeline_class(self) -> Any:
         """Return the class of the pipeline, read without its weights; raises ValueError if diffusers lacks it."""
