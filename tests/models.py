@@ -16,7 +16,7 @@ from torch import nn
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.benchmark.cases import Case
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.families import Model
+from mhla_diffusers.families import Model, get_family
 
 _TEXT_TOKENS = 6
 _I2V_TEXT_TOKENS = 512
@@ -62,21 +62,17 @@ def wan_vace() -> WanVACETransformer3DModel:
     return wan(WanVACETransformer3DModel, num_layers=3, vace_layers=[0, 2], vace_in_channels=12)
 
 
+def of_family(name: str, **config: Any) -> Any:
+    """The tiny model of a family, unless the arguments of the class say otherwise."""
+    family = get_family(name)
+    (model,) = (one for one in family.models if one.is_tiny)
+    settings = family.class_settings(model, height=model.sizes[0][0])
+    return seeded(family.transformer_class(model.transformer), **(settings | config))
+
+
 def sana(**config: Any) -> SanaTransformer2DModel:
     """SANA 1.0, three layers."""
-    settings = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 3,
-        "num_cross_attention_heads": 2,
-        "cross_attention_head_dim": 16,
-        "cross_attention_dim": 32,
-        "caption_channels": 8,
-        "sample_size": 8,
-    }
-    return seeded(SanaTransformer2DModel, **(settings | config))
+    return of_family("sana", **({"out_channels": 4} | config))
 
 
 def sana_qk_norm() -> SanaTransformer2DModel:
@@ -86,14 +82,7 @@ def sana_qk_norm() -> SanaTransformer2DModel:
 
 def dit(**config: Any) -> DiTTransformer2DModel:
     """DiT with learned variance, four layers."""
-    settings = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "out_channels": 8,
-        "num_layers": 4,
-        "sample_size": 16,
-    }
-    return seeded(DiTTransformer2DModel, **(settings | config))
+    return of_family("dit", **({"num_layers": 4, "sample_size": 16} | config))
 
 
 @dataclass(frozen=True)
@@ -174,8 +163,12 @@ def patched(name: str, **settings: Any) -> Any:
 
 @torch.no_grad()
 def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    """What a transformer predicts, without gradients."""
-    return model(**arguments, return_dict=False)[0]
+    """What a transformer predicts, without gradients; of Z-Image's list a batch. Kandinsky's is in no tuple."""
+    found = model(**arguments, return_dict=False)
+    found = found if isinstance(found, torch.Tensor) else found[0]
+    found = found if isinstance(found, torch.Tensor) else torch.stack(list(found))
+    # nothing reads what Ideogram 4 makes of padding
+    return found * (arguments["indicator"] != 0)[..., None] if "indicator" in arguments else found
 
 
 def attn_processors(model: Any) -> dict[str, Any]:

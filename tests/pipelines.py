@@ -124,8 +124,6 @@ class PipelineCase:
     """One pipeline to test."""
 
     build: Callable[[], Any]
-    transformers: tuple[str, ...]
-    """Component names of its transformers."""
     blocks: tuple[int, ...]
     call: dict[str, Any]
     """Arguments of a short generation."""
@@ -142,14 +140,11 @@ _CLIP = {
 }
 
 PIPELINES = {
-    "wan": PipelineCase(wan_pipeline, ("transformer",), (3, 2, 1), _CLIP),
-    "wan22": PipelineCase(wan22_pipeline, ("transformer", "transformer_2"), (3, 2, 1), _CLIP),
-    "dit": PipelineCase(
-        dit_pipeline, ("transformer",), (4, 2), {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}
-    ),
+    "wan": PipelineCase(wan_pipeline, (3, 2, 1), _CLIP),
+    "wan22": PipelineCase(wan22_pipeline, (3, 2, 1), _CLIP),
+    "dit": PipelineCase(dit_pipeline, (4, 2), {"class_labels": [3], "num_inference_steps": 2, "output_type": "pt"}),
     "sana": PipelineCase(
         sana_pipeline,
-        ("transformer",),
         (4, 2),
         {
             "prompt": "the red dog",

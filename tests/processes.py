@@ -1,76 +1,36 @@
-"""Processes on gloo that stay, so that many tests can run something in all of them."""
+"""Processes that are forked from one that has imported everything, so that they start at once, and groups of them."""
 
 import multiprocessing
 import tempfile
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
-# forked from a process that has imported everything, so that they start at once
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
-class Processes:
-    """As many processes as are asked for, in one process group, which run what they are sent.
+@contextmanager
+def process_group(count: int) -> Iterator[Callable[..., list[Any]]]:
+    """A group on gloo whose processes stay: gives what runs a function of a module in all of them."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        pools = [ProcessPoolExecutor(1, CONTEXT, _join, (rank, count, f"{folder}/store")) for rank in range(count)]
+        for pool in pools:
+            ends.enter_context(pool)
 
-    Args:
-        count: how many.
-        timeout: seconds that they wait for each other.
-    """
+        def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+            running = [pool.submit(function, *args) for pool in pools]
+            return [one.result() for one in running]
 
-    def __init__(self, count: int, timeout: float = 120.0) -> None:
-        self.meeting = tempfile.TemporaryDirectory()
-        self.timeout = timeout
-        self.pipes, self.workers = [], []
-        for rank in range(count):
-            ours, theirs = CONTEXT.Pipe()
-            arguments = (rank, count, str(Path(self.meeting.name) / "store"), timeout, theirs)
-            worker = CONTEXT.Process(target=_work, args=arguments, daemon=True)
-            worker.start()
-            self.pipes.append(ours)
-            self.workers.append(worker)
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What ``function`` of a module returns in every process.
-
-        Raises:
-            AssertionError: it raises in one of them; with what every process that failed says.
-        """
-        for pipe in self.pipes:
-            pipe.send((function, args, kwargs))
-        answers = [pipe.recv() for pipe in self.pipes]
-        failures = [f"process {rank}:\n{answer}" for rank, (worked, answer) in enumerate(answers) if not worked]
-        if failures:
-            raise AssertionError("\n".join(failures))
-        return [answer for _, answer in answers]
-
-    def close(self) -> None:
-        """End them."""
-        for pipe in self.pipes:
-            pipe.close()
-        for worker in self.workers:
-            worker.join(5)
-            worker.terminate()
-        self.meeting.cleanup()
+        yield run
 
 
-def _work(rank: int, count: int, store: str, timeout: float, pipe: Any) -> None:
+def _join(rank: int, count: int, store: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(minutes=2)
     )
-    while True:
-        try:
-            function, args, kwargs = pipe.recv()
-        except EOFError:
-            return
-        try:
-            torch.manual_seed(0)
-            pipe.send((True, function(*args, **kwargs)))
-        except Exception:  # noqa: BLE001 - whatever a test raises is told to it
-            pipe.send((False, traceback.format_exc()))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
-from torch.nn.functional import conv3d, rms_norm, silu
+from torch.nn.functional import conv3d, rms_norm
 
 from mhla_diffusers import apply_mhla, load_mhla, mhla_layers, save_mhla
+from mhla_diffusers.attention import MHLACall, reference_attention
 
 from . import models
 from .refusals import refused
@@ -68,45 +69,30 @@ def paper_checkpoint(transformer: WanTransformer3DModel, layers: list[int], gate
 def paper_forward(state: dict, index: int, x: torch.Tensor, grid: tuple[int, int, int], rotary) -> torch.Tensor:
     """Self-attention of one MHLA layer as the paper's Wan code computes it, restated from its description.
 
-    RMSNorm over all channels of query and key, ReLU + 1e-6, RoPE, per-block KV sums, mixing, no denominator, RMSNorm
-    per head, times SiLU of the gate, plus LePE of the values, output projection.
+    RMSNorm over all channels of query and key, attention without a denominator, RMSNorm per head, times SiLU of the
+    gate, plus LePE of the values, output projection.
     """
-    part = {
-        k.removeprefix(f"blocks.{index}.self_attn."): v for k, v in state.items() if f"blocks.{index}.self_attn." in k
-    }
+    prefix = f"blocks.{index}.self_attn."
+    part = {name.removeprefix(prefix): x.double() for name, x in state.items() if name.startswith(prefix)}
 
     def linear(name, y):
         return y @ part[f"{name}.weight"].T + part[f"{name}.bias"]
 
-    q = rms_norm(linear("q", x), (DIM,), part["norm_q.weight"], 1e-6)
-    k = rms_norm(linear("k", x), (DIM,), part["norm_k.weight"], 1e-6)
-    v = linear("v", x)
-    q, k = (t.unflatten(-1, (HEADS, HEAD_DIM)).relu() + 1e-6 for t in (q, k))
-    angle = torch.complex(rotary[0][..., 0::2].double(), rotary[1][..., 0::2].double())
-    q, k = (
-        torch.view_as_real(torch.view_as_complex(t.double().unflatten(-1, (-1, 2)).contiguous()) * angle).flatten(-2)
-        for t in (q, k)
+    x, weights = (
+        x.double(),
+        {"mixing": part["block_attn.conv.weight"][:, :, 0, 0], "output_norm": part["g_norm.weight"]},
     )
-    values = v.double().unflatten(-1, (HEADS, HEAD_DIM))
-    block_of = torch.arange(M).view(BLOCKS)
-    for axis, (length, count) in enumerate(zip(grid, BLOCKS, strict=True)):
-        block_of = block_of.repeat_interleave(length // count, dim=axis)
-    block_of = block_of.flatten()
-    summaries = torch.stack(
-        [torch.einsum("bnhd,bnhe->bhde", k[:, block_of == b], values[:, block_of == b]) for b in range(M)]
-    )
-    mixed = torch.einsum("ib,bzhde->izhde", part["block_attn.conv.weight"][:, :, 0, 0].double(), summaries)
-    output = torch.stack(
-        [torch.einsum("bhd,bhde->bhe", q[:, t], mixed[block_of[t]]) for t in range(len(block_of))], dim=1
-    )
-    output = rms_norm(output, (HEAD_DIM,), part["g_norm.weight"].double(), 1e-6).flatten(2)
-    if "g.weight" in part:
-        output = output * silu(linear("g", x).double())
+    query, key = (rms_norm(linear(name, x), (DIM,), part[f"norm_{name}.weight"], 1e-6) for name in ("q", "k"))
+    tensors = {"query": query, "key": key, "value": linear("v", x)}
+    tensors |= {"output_gate": linear("g", x)} if "g.weight" in part else {}
+    heads = {name: y.unflatten(-1, (HEADS, HEAD_DIM)) for name, y in tensors.items()}
+    call = MHLACall(**heads, **weights, grid=grid, blocks=BLOCKS, rotary=rotary, normalize=False)
+    output = reference_attention(call).flatten(2)
     if "lepe.weight" in part:
-        volume = v.double().mT.unflatten(-1, grid)
-        lepe = conv3d(volume, part["lepe.weight"].double(), part["lepe.bias"].double(), padding=1, groups=DIM)
+        volume = tensors["value"].mT.unflatten(-1, grid)
+        lepe = conv3d(volume, part["lepe.weight"], part["lepe.bias"], padding=1, groups=DIM)
         output = output + lepe.flatten(2).mT
-    return linear("o", output.float())
+    return linear("o", output)
 
 
 def convert(checkpoint, folder, blocks=BLOCKS):

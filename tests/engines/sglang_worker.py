@@ -1,4 +1,4 @@
-"""One process of SGLang: its start, then attentions with the real layers. Writes what they gave; not a test itself."""
+"""One process of SGLang: its start, then attentions with the real layers, whose outputs it writes; not a test."""
 
 import logging
 import os
@@ -115,4 +115,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     this_rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     start(this_rank, ranks)
-    torch.save(attend(this_rank, ranks), sys.argv[1])
+    torch.save(attend(this_rank, ranks), f"{sys.argv[1]}/{this_rank}.pt")

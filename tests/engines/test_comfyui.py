@@ -92,29 +92,15 @@ class Model:
         return wrapper(Executor(self._forward, self), latent, torch.zeros(2), **inputs)
 
 
-class WanModel(Model):
-    pass
+def model_class(name, **facts):
+    """The node knows models by the names of their classes."""
+    return type(name, (Model,), facts)
 
 
-class Flux(Model):
-    patch_size = 2
-    double_blocks = (SimpleNamespace(), SimpleNamespace())
-
-
-class HunyuanVideo(Model):
-    double_blocks = (SimpleNamespace(flipped_img_txt=True),)
-
-
-class LTXVModel(Model):
-    patch_size = 1
-
-
-class MiniMaxH3Model(Model):
-    pass
-
-
-class Lumina(Model):
-    pass
+WanModel, MiniMaxH3Model, Lumina = map(model_class, ("WanModel", "MiniMaxH3Model", "Lumina"))
+Flux = model_class("Flux", patch_size=2, double_blocks=(SimpleNamespace(), SimpleNamespace()))
+HunyuanVideo = model_class("HunyuanVideo", double_blocks=(SimpleNamespace(flipped_img_txt=True),))
+LTXVModel = model_class("LTXVModel", patch_size=1)
 
 
 def tensors(tokens=240, batch=2):

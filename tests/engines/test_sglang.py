@@ -3,10 +3,9 @@
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
-import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,69 +17,37 @@ from mhla_diffusers.config import NOTHING_DENSE
 
 ROOT = Path(__file__).parents[2]
 SPARSE_ALONE = {"MHLA_MIN_TOKENS": "0"} | {f"MHLA_{name.upper()}": str(count) for name, count in NOTHING_DENSE.items()}
-GROUP = "sglang.multimodal_gen.plugins"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: make engines"),
 ]
 
 
-class Processes:
+class Run:
     """Outputs of the processes of one run, one after another, and what they logged."""
 
     def __init__(self, folder: Path, world: int = 1, **variables: str) -> None:
-        port = _free_port()
-        running = [self._start(folder, rank, world, port, variables) for rank in range(world)]
-        self.logs = [process.communicate(timeout=500)[1] for process in running]
-        self.codes = [process.returncode for process in running]
-        paths = [folder / f"{rank}.pt" for rank in range(world)]
-        self.outputs = [torch.load(path) for path in paths if path.exists()]
-
-    @staticmethod
-    def _start(folder: Path, rank: int, world: int, port: int, variables: dict[str, str]) -> subprocess.Popen[str]:
-        # the entry point as an installed mhla_diffusers would have it
-        metadata = folder / "mhla_diffusers-0.dist-info"
-        metadata.mkdir(exist_ok=True)
-        entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
-        lines = [f"[{GROUP}]", *(f"{name} = {target}" for name, target in entry_points.items())]
-        (metadata / "entry_points.txt").write_text("\n".join(lines))
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mhla_diffusers\nVersion: 0\n")
         environment = {name: text for name, text in os.environ.items() if not name.startswith("MHLA_")}
-        environment |= {
-            "PYTHONPATH": f"{folder}:{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            **variables,
-        }
-        command = [sys.executable, str(Path(__file__).with_name("sglang_worker.py")), str(folder / f"{rank}.pt")]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu"}
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        command = [*launch, Path(__file__).with_name("sglang_worker.py"), folder]
+        done = subprocess.run(command, env=environment | variables, stderr=subprocess.PIPE, text=True, timeout=500)
+        self.code, self.log = done.returncode, done.stderr
+        self.outputs = [torch.load(path) for path in sorted(folder.glob("*.pt"))]
 
-    def lines(self, rank: int = 0) -> list[str]:
-        return re.findall(r"^\w+ MHLA: .*$", self.logs[rank], re.MULTILINE)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    def lines(self) -> list[str]:
+        return re.findall(r"^\w+ MHLA: .*$", self.log, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Run processes with environment variables; once for each set of them."""
-    done: dict[object, Processes] = {}
 
-    def get(world: int = 1, **variables: str) -> Processes:
-        key = (world, *sorted(variables.items()))
-        if key not in done:
-            done[key] = Processes(tmp_path_factory.mktemp("run"), world, **variables)
-        assert done[key].codes == [0] * world, done[key].logs[0][-3000:]
-        return done[key]
+    @cache
+    def get(world: int = 1, **variables: str) -> Run:
+        done = Run(tmp_path_factory.mktemp("run"), world, **variables)
+        assert done.code == 0, done.log[-3000:]
+        return done
 
     return get
 
@@ -176,5 +143,5 @@ def test_two_processes_with_ulysses_give_what_one_gives(run, sparse):
 
 @pytest.mark.parametrize("variable", ["MHLA_DENSITY", "MHLA_DENSE_STEPS"])
 def test_wrong_variables_stop_sglang(tmp_path, variable):
-    wrong = Processes(tmp_path, **{variable: "2"})
-    assert wrong.codes == [1] and variable in wrong.logs[0]
+    wrong = Run(tmp_path, **{variable: "2"})
+    assert wrong.code == 1 and variable in wrong.log

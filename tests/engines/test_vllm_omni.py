@@ -222,22 +222,15 @@ def test_compiled_blocks_count_and_attend_as_before(settings, lines):
 @pytest.mark.slow
 def test_two_processes_with_ulysses_give_what_one_gives(settings, tmp_path):
     settings(MHLA_DENSITY="0.15")
-    program = f"import sys; from {tiny.__name__} import run_in_process; run_in_process(*sys.argv[1:])"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), "2", tmp_path / "meeting", tmp_path / f"{rank}.pt"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        said, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, said
-        # at the end of the process, as the call is not over
-        assert "MHLA: sparse in 4 of 4 attentions" in said
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [*launch, tiny.__file__, tmp_path], env=environment, capture_output=True, text=True, timeout=500
+    )
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 0, said
+    # at the end of a process, as the call is not over
+    assert said.count("MHLA: sparse in 4 of 4 attentions") == 2
     with tiny.engine("MHLA") as config:
         wan = tiny.make_wan(config)
         expected = [tiny.denoise(wan, grid) for grid in (tiny.GRID, tiny.ODD_GRID)]

@@ -70,7 +70,7 @@ def make_platform():
 
 
 @contextmanager
-def engine(backend: str | None, rank: int = 0, count: int = 1, meeting: str = "") -> Iterator:
+def engine(backend: str | None, rank: int = 0, count: int = 1) -> Iterator:
     """The engine as one of its workers sets it up, and its configuration; None: the environment says the backend."""
     from vllm.config import set_current_vllm_config
     from vllm_omni.diffusion.config import set_current_diffusion_config
@@ -87,7 +87,7 @@ def engine(backend: str | None, rank: int = 0, count: int = 1, meeting: str = ""
         diffusion_attention_config=AttentionConfig(default=backend),
     )
     vllm_config = create_base_diffusion_vllm_config(torch.device("cpu"), config)
-    method = f"file://{meeting or tempfile.mktemp()}"
+    method = "env://" if count > 1 else f"file://{tempfile.mktemp()}"
     with (
         set_forward_context(vllm_config=vllm_config, omni_diffusion_config=config),
         set_current_vllm_config(vllm_config),
@@ -152,10 +152,12 @@ def denoise(wan, grid=GRID, step: int | None = 3, total: int | None = None) -> t
         )[0]
 
 
-def run_in_process(rank: str, count: str, meeting: str, path: str) -> None:
-    """What one of several processes does that share the heads with Ulysses."""
+if __name__ == "__main__":  # one of several processes that share the heads with Ulysses
     load_plugins()
-    with engine("MHLA", int(rank), int(count), meeting) as config:
-        wan = make_wan(config)
+    this_rank = int(os.environ["RANK"])
+    with engine("MHLA", this_rank, int(os.environ["WORLD_SIZE"])) as its_config:
+        model = make_wan(its_config)
         # the last step of two is not reached, so that the call is over when the process ends
-        torch.save([denoise(wan, grid, step=0, total=2) for grid in (GRID, ODD_GRID)], path)
+        torch.save(
+            [denoise(model, grid, step=0, total=2) for grid in (GRID, ODD_GRID)], f"{sys.argv[1]}/{this_rank}.pt"
+        )

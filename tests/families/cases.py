@@ -211,11 +211,6 @@ def flux2_components(content: str = "message.content") -> dict[str, Any]:
     return parts(_flux2_autoencoder(), flow_by_size(shift=3.0), text(qwen3, tokenizer=text_tokenizer(content)))
 
 
-def _sd3_components() -> dict[str, Any]:
-    first, second = (clip(transformers.CLIPTextModelWithProjection, seed) for seed in (0, 1))
-    return parts(half_autoencoder(0.06), flow(3.0), text(first), text(second, "_2"), text(t5(), "_3"))
-
-
 def _cogview4_components() -> dict[str, Any]:
     """GLM, whose last layer but one is read; text begins with a token of its own and is padded on the left."""
     glm, tokenizer = language_model(transformers.GlmModel, layers=2, head_dim=8), text_tokenizer()
@@ -288,12 +283,6 @@ def _ltx2_components() -> dict[str, Any]:
         audio_vae=autoencoder("AutoencoderKLLTX2Audio", **sound, resolution=32),
         vocoder=seeded(LTX2Vocoder, **vocoder),
     )
-
-
-def _mochi_autoencoder() -> Any:
-    """Strides (6, 8, 8), with statistics of its channels."""
-    width = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
-    return autoencoder("AutoencoderKLMochi", **width, layers_per_block=(1,) * 5, add_attention_block=(False,) * 5)
 
 
 def _pixart_components() -> dict[str, Any]:
@@ -401,8 +390,10 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "minimax_h3": modular(MiniMaxH3ModularPipeline, MiniMaxH3CoreDenoiseStep,
                           scheduler=lambda: diffusers.MiniMaxH3Scheduler(shift=12.0),
                           audio_scheduler=lambda: diffusers.MiniMaxH3Scheduler(shift=3.0)),
-    # flow matching the other way round
-    "mochi": pipeline("MochiPipeline", lambda: parts(_mochi_autoencoder(), flow(invert_sigmas=True), text(t5()))),
+    # flow matching the other way round; strides (6, 8, 8)
+    "mochi": pipeline("MochiPipeline", lambda: parts(autoencoder(
+        "AutoencoderKLMochi", encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4,
+        layers_per_block=(1,) * 5, add_attention_block=(False,) * 5), flow(invert_sigmas=True), text(t5()))),
     "pixart": pipeline("PixArtAlphaPipeline", _pixart_components),
     "pixart_sigma": pipeline("PixArtSigmaPipeline", _pixart_components),
     "qwenimage": pipeline("QwenImagePipeline", lambda: parts(
@@ -410,7 +401,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "sana": sana_pipeline,
     "sana_video": pipeline("SanaVideoPipeline", _sana_video_components),
     "sana_video_image": pipeline("SanaImageToVideoPipeline", lambda: _sana_video_components(flow(8.0))),
-    "sd3": pipeline("StableDiffusion3Pipeline", _sd3_components),
+    "sd3": pipeline("StableDiffusion3Pipeline", lambda: parts(
+        half_autoencoder(0.06), flow(3.0), text(clip(transformers.CLIPTextModelWithProjection, 0)),
+        text(clip(transformers.CLIPTextModelWithProjection, 1), "_2"), text(t5(), "_3"))),
     "skyreels_v2": _of_wan("SkyReelsV2Pipeline", 8.0),
     "skyreels_v2_forcing": _of_wan("SkyReelsV2DiffusionForcingPipeline", 8.0),
     "skyreels_v2_image": _of_wan("SkyReelsV2ImageToVideoPipeline", 5.0, 8),
@@ -522,22 +515,27 @@ class _Reached(Exception):
     pass
 
 
-@cache
-def _first_forward(name: str, ragged: bool, seed: int, **settings: Any) -> dict[str, Any]:
-    """Arguments by name of the first forward of a case's pipeline, without guidance where it has a scale."""
-    case, calls = CASES[name], []
-    pipe = case.pipeline()
+def first_forward(pipe: Any, seed: int = 3, **call: Any) -> dict[str, Any]:
+    """Arguments by name of the first forward of a pipeline's call, which ends there."""
+    calls: list[dict[str, Any]] = []
 
-    def stop(*call: Any) -> None:
-        calls.append(named_arguments(*call))
+    def stop(*forward: Any) -> None:
+        calls.append(named_arguments(*forward))
         raise _Reached
 
-    pipe.transformer.register_forward_pre_hook(stop, with_kwargs=True)
-    guidance = {"guidance_scale": 1.0} if "guidance_scale" in inspect.signature(pipe.__call__).parameters else {}
-    call = {**case.call_of(case.grids[ragged]), **guidance, **settings}
+    hook = pipe.transformer.register_forward_pre_hook(stop, with_kwargs=True)
     with suppress(_Reached), torch.no_grad():
         pipe(**call, generator=torch.Generator().manual_seed(seed))
+    hook.remove()
     return {key: value for key, value in calls[0].items() if key != "return_dict"}
+
+
+@cache
+def _first_forward(name: str, ragged: bool, seed: int, **settings: Any) -> dict[str, Any]:
+    """That of a case's pipeline, without guidance where it has a scale."""
+    case, pipe = CASES[name], CASES[name].pipeline()
+    guidance = {"guidance_scale": 1.0} if "guidance_scale" in inspect.signature(pipe.__call__).parameters else {}
+    return first_forward(pipe, seed, **{**case.call_of(case.grids[ragged]), **guidance, **settings})
 
 
 class _Built(Case):
@@ -748,16 +746,6 @@ NAMES = tuple(case.name for case in CASES.values() if not case.family)
 
 def case_of(name: str) -> Any:
     return CASES[name]
-
-
-@torch.no_grad()
-def output(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
-    """What a transformer predicts, without gradients; of Z-Image's list a batch. Kandinsky's is in no tuple."""
-    found = model(**arguments, return_dict=False)
-    found = found if isinstance(found, torch.Tensor) else found[0]
-    found = found if isinstance(found, torch.Tensor) else torch.stack(list(found))
-    # nothing reads what Ideogram 4 makes of padding
-    return found * (arguments["indicator"] != 0)[..., None] if "indicator" in arguments else found
 
 
 def giving(**others: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

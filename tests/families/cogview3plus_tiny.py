@@ -1,13 +1,11 @@
 """A tiny CogView3-Plus with random weights, built without a download, as a case of the contract."""
 
 from pathlib import Path
-from typing import Any
 
-from diffusers import CogVideoXDDIMScheduler, CogView3PlusTransformer2DModel
+from diffusers import CogVideoXDDIMScheduler
 
 from mhla_diffusers.families import Family
 
-from ..models import seeded
 from .cases import MAKERS, Case, kl_autoencoder, parts, pipeline, t5, text
 from .cogview3plus import COGVIEW3PLUS
 
@@ -23,10 +21,6 @@ class _Added(Case):
     def of_family(self) -> Family:
         """Also before it is registered."""
         return COGVIEW3PLUS
-
-    def transformer(self, **config: Any) -> Any:
-        settings = {**COGVIEW3PLUS.class_settings(self.model, 128, None), **self.settings, **config}
-        return seeded(CogView3PlusTransformer2DModel, **settings)
 
 
 CASE = _Added(

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +101,7 @@ CHECKS: list[Callable[[str], None]] = [
     test_contract.test_tokens_beside_the_grid_stand_where_the_table_says,
     test_contract.test_samples_of_a_batch_do_not_mix,
     test_pipelines.test_a_pipeline_runs_the_patch_in_the_steps_that_are_not_dense,
-    test_inputs.test_forward_gets_what_the_pipeline_gives,
+    partial(test_inputs.test_forward_gets_what_the_pipeline_gives, config={}, size={}),
     test_inputs.test_latents_are_of_the_scale_of_the_pipeline,
     test_inputs.test_size_in_pixels_tells_the_grid,
 ]

@@ -14,7 +14,7 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..models import assert_changed, attn_processors, relative_change
+from ..models import assert_changed, attn_processors, output, relative_change
 from .cases import (
     ALL_LISTED,
     CASES,
@@ -25,7 +25,6 @@ from .cases import (
     footprint,
     giving,
     handle,
-    output,
     plain,
     sample,
     tally,
@@ -207,11 +206,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any]], dict[s
     "hunyuan-dit 1.2": ("hunyuan_dit", {"use_style_cond_and_image_meta_size": False}, _SAME),
     "hunyuan-video, beside": ("hunyuan_video", _BESIDE, _pictures("hidden_states", 1, 9)),
     "hunyuan-video, in place": ("hunyuan_video", {"image_condition_type": "token_replace"}, _SAME),
-    "hunyuan-video 1.5, picture": (
-        "hunyuan_video15",
-        {"task_type": "i2v"},
-        giving(image_embeds=torch.ones(2, 3, 8)),
-    ),
+    "hunyuan-video 1.5, picture": ("hunyuan_video15", {"task_type": "i2v"}, giving(image_embeds=torch.ones(2, 3, 8))),
     "hunyuan-image, refiner": (
         "hunyuan_image",
         {"patch_size": (1, 1, 1), "rope_axes_dim": (4, 4, 4)},

@@ -8,9 +8,9 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..models import assert_changed, relative_change
+from ..models import assert_changed, output, relative_change
 from ..patching.shared import PROJECTIONS, with_lora
-from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, handle, output, tally
+from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, handle, tally
 
 FORMS = (
     "dit",  # calls PyTorch's attention itself, as do sd3, cogvideox, mochi and others below
@@ -70,29 +70,6 @@ def test_a_compiled_model_gives_what_an_eager_one_gives(name: str) -> None:
     assert tally(model) == counted
 
 
-@pytest.mark.parametrize("name", ["sd3", "wan", "flux"])
-def test_compiled_blocks_give_what_eager_ones_give(name: str) -> None:
-    case = case_of(name)
-    model = mhla.apply_mhla(case.transformer(), **SPARSE)
-    expected = [output(model, case.inputs(ragged=ragged)) for ragged in (False, True)]
-    torch._dynamo.reset()
-    for block in case.of_family.blocks_of(model).values():
-        block.compile(fullgraph=case.of_family.dispatches, backend="eager")
-    for ragged, wanted in enumerate(expected):
-        assert torch.equal(output(model, case.inputs(ragged=bool(ragged))), wanted)
-
-
-def test_a_compiled_krea_takes_prompts_of_other_lengths() -> None:
-    """In one graph each; another grid of as many tokens as that of a graph raises."""
-    case = case_of("krea2")
-    model = mhla.apply_mhla(case.short(), **SPARSE)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for tokens in (6, 9, 12, 6):
-        arguments = case.inputs(max_sequence_length=tokens)
-        assert torch.equal(output(compiled, arguments), output(model, arguments))
-
-
 # Weights
 
 
@@ -124,19 +101,3 @@ def test_fused_projections_are_the_models_own(name: str, first: str) -> None:
     mhla.apply_mhla(model, **SPARSE).fuse_qkv_projections()
     mhla.remove_mhla(model).unfuse_qkv_projections()
     assert torch.equal(output(model, arguments), expected)
-
-
-@pytest.mark.parametrize("name", ["dit", "flux", "wan"])
-def test_half_precision_is_that_of_the_model(name: str) -> None:
-    case = case_of(name)
-    model = case.transformer().to(torch.bfloat16)
-    arguments = {
-        key: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() and "ids" not in key else x
-        for key, x in case.inputs().items()
-    }
-    expected = output(model, arguments)
-    mhla.apply_mhla(model, **ALL_LISTED)
-    found = output(model, arguments)
-    assert found.dtype == expected.dtype and torch.equal(found, expected)
-    mhla.change_mhla(model, **SPARSE)
-    assert_changed(output(model, arguments), expected)

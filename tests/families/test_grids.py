@@ -15,10 +15,10 @@ from mhla_diffusers.families import Clip, find_family, get_family, trained_famil
 from mhla_diffusers.families.models import strides_of
 from mhla_diffusers.families.refused import REFUSED
 
-from ..models import assert_changed, relative_change, wan
+from ..models import assert_changed, output, relative_change, wan
 from ..pipelines import sana_pipeline, wan_pipeline
 from ..refusals import refused
-from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, drawer, giving, handle, kl_autoencoder, output, tally
+from .cases import ALL_LISTED, ROUNDING, SPARSE, case_of, drawer, giving, handle, kl_autoencoder, tally
 
 Given = dict[str, Any]
 
@@ -132,6 +132,7 @@ def test_ids_that_change_in_place_are_read_again() -> None:
 
 
 COMPILED: dict[str, tuple[str, Callable[[Given], Given], Callable[[Given], Given]]] = {
+    "krea2, a longer text": ("krea2", giving(), lambda _: case_of("krea2").inputs(max_sequence_length=9)),
     "flux": ("flux", giving(), giving(img_ids=places(4, 16))),
     "ltx": (
         "ltx",
@@ -284,24 +285,6 @@ def test_a_family_without_training_says_so() -> None:
 
 
 # Sizes
-
-
-SIZES = {
-    "cogvideox": [((49, 480, 720), (13, 30, 45))],
-    "hunyuan_video": [((129, 720, 1280), (33, 45, 80))],
-    "ltx2": [((121, 512, 768), (31, 32, 48))],
-    "mochi": [((163, 480, 848), (28, 30, 53))],
-    "skyreels_v2": [((97, 544, 960), (25, 34, 60)), ((121, 720, 1280), (31, 45, 80))],
-    "wan_animate": [((9, 64, 96), (4, 4, 6)), ((77, 720, 1280), (21, 45, 80))],
-    "chronoedit": [((5, 64, 96), (2, 4, 6)), ((13, 64, 96), (4, 4, 6))],
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_grid_of_a_size(name: str) -> None:
-    pipe = case_of(name).pipeline()
-    for (frames, height, width), grid in SIZES[name]:
-        assert {one.grid for one in mhla.describe(pipe, height=height, width=width, num_frames=frames)} == {grid}
 
 
 def test_latent_frames_of_minimax_are_those_of_the_pipeline() -> None:

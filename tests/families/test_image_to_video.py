@@ -18,8 +18,7 @@ from mhla_diffusers.training.data.batches import drop_prompts
 from ..models import seeded, wan_i2v
 from ..pipelines import quiet
 from ..refusals import refused
-from .cases import SPARSE, TEXT_TOKENS, case_of, language_settings, text_tokenizer, wan_components
-from .test_inputs import forwards
+from .cases import SPARSE, TEXT_TOKENS, case_of, first_forward, language_settings, text_tokenizer, wan_components
 
 _FRAMES, _HEIGHT, _WIDTH = 13, 64, 96
 
@@ -55,25 +54,16 @@ def _llava() -> dict[str, Any]:
     }
 
 
-def _hunyuan_video(**config: Any) -> Any:
-    parts = case_of("hunyuan_video").pipeline(**config).components
-    return quiet(diffusers.HunyuanVideoImageToVideoPipeline(**{**parts, **_llava()}))
+def _of(kind: str, name: str, others: Callable[[], dict[str, Any]] = dict, **config: Any) -> Any:
+    """An image-to-video pipeline with the parts of a case's pipeline, unless there are others."""
+    parts = case_of(name).pipeline(**config).components | others()
+    return quiet(getattr(diffusers, f"{kind}ImageToVideoPipeline")(**parts))
 
 
-def _skyreels_v1() -> Any:
-    """Text is encoded by itself."""
-    parts = case_of("hunyuan_video").pipeline(in_channels=8, guidance_embeds=True).components
-    return quiet(diffusers.HunyuanSkyreelsImageToVideoPipeline(**parts))
-
-
-def _cogvideox(name: str, inverted: bool, **config: Any) -> Any:
-    parts = case_of(name).pipeline(in_channels=8, **config).components
-    parts["vae"].register_to_config(invert_scale_latents=inverted)
-    return quiet(diffusers.CogVideoXImageToVideoPipeline(**parts))
-
-
-def _ltx() -> Any:
-    return quiet(diffusers.LTXImageToVideoPipeline(**case_of("ltx").pipeline().components))
+def _cogvideox_1_5() -> Any:
+    pipe = _of("CogVideoX", "cogvideox_two_frames", in_channels=8, ofs_embed_dim=8)
+    pipe.vae.register_to_config(invert_scale_latents=True)
+    return pipe
 
 
 _TOLD = {"prompt": "a red ball", "max_sequence_length": 8, "guidance_scale": 1.0}
@@ -87,16 +77,21 @@ _WAN = {"prompt": "a cat surfing on the red wave " * 100, "guidance_scale": 1.0,
 _SANA = {**_TOLD, "frames": _FRAMES, "complex_human_instruction": None, "use_resolution_binning": False}
 # pipeline, call, and which of the transformer's latents are the picture's
 PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
-    "hunyuan_video, in place": (lambda: _hunyuan_video(**_IN_PLACE), _HUNYUAN, lambda x: x[:, :, :1]),
-    "hunyuan_video, beside": (lambda: _hunyuan_video(**_BESIDE), _HUNYUAN, lambda x: x[:, 4:]),
-    "skyreels_v1": (_skyreels_v1, {**_HUNYUAN, "prompt_template": _PLAIN_TEMPLATE}, lambda x: x[:, 4:]),
-    "cogvideox": (lambda: _cogvideox("cogvideox", False), _COG, lambda x: x[:, :, 4:]),
-    "cogvideox1.5": (lambda: _cogvideox("cogvideox_two_frames", True, ofs_embed_dim=8), _COG, lambda x: x[:, :, 4:]),
-    "ltx": (_ltx, {**_TOLD, "num_frames": _FRAMES, "frame_rate": 25}, lambda x: x[:, : 4 * 6]),
+    "hunyuan_video, in place": (
+        lambda: _of("HunyuanVideo", "hunyuan_video", _llava, **_IN_PLACE), _HUNYUAN, lambda x: x[:, :, :1]),
+    "hunyuan_video, beside": (
+        lambda: _of("HunyuanVideo", "hunyuan_video", _llava, **_BESIDE), _HUNYUAN, lambda x: x[:, 4:]),
+    # whose text is encoded by itself
+    "skyreels_v1": (
+        lambda: _of("HunyuanSkyreels", "hunyuan_video", in_channels=8, guidance_embeds=True),
+        {**_HUNYUAN, "prompt_template": _PLAIN_TEMPLATE}, lambda x: x[:, 4:]),
+    "cogvideox": (lambda: _of("CogVideoX", "cogvideox", in_channels=8), _COG, lambda x: x[:, :, 4:]),
+    "cogvideox1.5": (_cogvideox_1_5, _COG, lambda x: x[:, :, 4:]),
+    "ltx": (lambda: _of("LTX", "ltx"), {**_TOLD, "num_frames": _FRAMES, "frame_rate": 25}, lambda x: x[:, : 4 * 6]),
     "sana_video": (case_of("sana_video_image").pipeline, _SANA, lambda x: x[:, :, :1]),
     "wan": (_wan_pipeline, _WAN, lambda x: x[:, 16:]),
     "skyreels_v2": (case_of("skyreels_v2_image").pipeline, _WAN, lambda x: x[:, 16:]),
-}
+}  # fmt: skip
 _NOISED = {"hidden_states", "timestep", "sigma", "rope_interpolation_scale"}
 
 
@@ -126,7 +121,7 @@ def test_a_sample_gives_the_transformer_what_the_pipeline_gives(name: str, monke
     pipe, video = make(), _video()
     first = Image.fromarray(video[:, 0].movedim(0, -1).numpy())
     size = {"height": _HEIGHT, "width": _WIDTH, "num_inference_steps": 2}
-    given = forwards(pipe, **call, **size, image=first, output_type="latent")[0]
+    given = first_forward(pipe, **call, **size, image=first, output_type="latent")
     _, found = _encoded(name, pipe, (video.float() / 127.5 - 1)[None])
     texts = {key for key, x in given.items() if key.startswith("encoder_") and x is not None}
     assert texts <= found.keys() and torch.equal(found["encoder_hidden_states"], given["encoder_hidden_states"])

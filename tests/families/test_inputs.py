@@ -1,7 +1,7 @@
 """What trained families hand to their transformers is what the pipelines hand to them, at the pipelines' sizes."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,14 +15,15 @@ from mhla_diffusers.families.training import scaled_latents
 from mhla_diffusers.generation.pipelines import PipelineChoice
 from mhla_diffusers.tiny import call_settings, load_tiny
 
-from ..models import assert_changed, wan
+from ..models import assert_changed, output, wan
 from ..pipelines import wan_pipeline
-from .cases import Case, case_of, output
+from .cases import case_of, first_forward
 
 NAMES = ("cogvideox", "cogvideox_two_frames", "flux", "hunyuan_video", "ltx", "pixart", "pixart_sigma", "qwenimage")
 NAMES += ("sana_video", "sd3")
 OTHERS = ("anyflow", "auraflow", "chroma", "cogview4", "flux2", "hunyuan_dit", "hunyuan_image", "hunyuan_video15")
-OTHERS += ("krea2", "latte", "longcat_image", "ltx2", "lumina2", "mochi", "z_image")
+OTHERS += ("chronoedit", "krea2", "latte", "longcat_image", "ltx2", "lumina2", "mochi", "skyreels_v2", "wan_animate")
+OTHERS += ("z_image",)
 """Families that are not trained, whose pipelines are called all the same."""
 OF_THE_REAL_AUTOENCODER = {"ltx": {"rope_interpolation_scale"}}
 """Arguments that tell the strides of the autoencoder, which are others in a tiny one."""
@@ -31,54 +32,48 @@ GUIDANCE = {"flux": 3.5, "hunyuan_video": 6.0}
 each_family = pytest.mark.parametrize("name", NAMES)
 
 
-def clip_of(case: Case) -> Clip:
-    """The clip that the case's call makes."""
-    frames = next((case.call[name] for name in ("num_frames", "frames", "video_length") if name in case.call), 1)
-    return Clip(frames, 8.0, ((case.call["height"], case.call["width"]),))
+def clip_of(call: Mapping[str, Any]) -> Clip:
+    """The clip that a call makes."""
+    frames = next(
+        (call[name] for name in ("num_frames", "frames", "video_length", "segment_frame_length") if name in call), 1
+    )
+    return Clip(frames, 8.0, ((call["height"], call["width"]),))
 
 
-def recorded(module: Any, method: str, run: Callable[[], object]) -> list[dict[str, Any]]:
-    """Arguments of all calls of a method of a component while something runs; those by place by their number."""
-    own, calls = getattr(module, method), []
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        calls.append({str(place): value for place, value in enumerate(args)} | kwargs)
-        return own(*args, **kwargs)
-
-    setattr(module, method, note)
-    try:
-        run()
-    finally:
-        delattr(module, method)
-    return calls
+OTHER_SIZES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+    # the tables of RoPE are scaled to the size of training, or cut out of it
+    ("cogvideox", {}, {"height": 48, "width": 32}),
+    ("cogvideox_two_frames", {}, {"height": 48, "width": 32}),
+    # α is told the size at 1024 px, and at no others
+    ("pixart", {"sample_size": 128}, {"width": 64}),
+    ("pixart", {"sample_size": 128}, {"width": 192}),
+    ("pixart", {"sample_size": 64}, {"width": 192}),
+]
+# whose text is filled up
+AS_IN_THE_CALL = [(name, {}, {}) for name in NAMES if name != "qwenimage"]
 
 
-def forwards(pipe: Any, **call: Any) -> list[dict[str, Any]]:
-    """Arguments of every forward of a call of the pipeline, by name."""
-    calls = recorded(pipe.transformer, "forward", lambda: pipe(**call, generator=torch.Generator().manual_seed(3)))
-    names = list(inspect.signature(type(pipe.transformer).forward).parameters)[1:]
-    return [{names[int(key)] if key.isdigit() else key: x for key, x in one.items()} for one in calls]
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "qwenimage"])  # whose text is filled up
-def test_forward_gets_what_the_pipeline_gives(name: str) -> None:
+@pytest.mark.parametrize(("name", "config", "size"), [*AS_IN_THE_CALL, *OTHER_SIZES], ids=str)
+def test_forward_gets_what_the_pipeline_gives(name: str, config: dict[str, Any], size: dict[str, int]) -> None:
     case = case_of(name)
-    family, pipe = case.of_family, case.pipeline()
+    family, pipe = case.of_family, case.pipeline(**config)
     prompts = [case.call["prompt"], "a cat"]
-    call = {**case.call, "prompt": prompts, "guidance_scale": GUIDANCE.get(name, 1.0)}
-    given = forwards(pipe, **call)[0]
+    call = {**case.call, "prompt": prompts, "guidance_scale": GUIDANCE.get(name, 1.0), **size}
+    given = first_forward(pipe, **call)
     settings = {key: x for key, x in call.items() if key != "prompt"}
     samples = [family.training.encode_prompt(pipe, prompt, settings) for prompt in prompts]
     conditioning = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-    latents = family.training.prediction(pipe.transformer, given["hidden_states"], torch.empty(2, *case.latents))
-    assert tuple(latents.shape[1:]) == case.latents
+    shape = family.inputs.latent_shape(pipe.transformer.config, pipe.vae.config, clip_of(call))
+    latents = family.training.prediction(pipe.transformer, given["hidden_states"], torch.empty(2, *shape))
+    assert tuple(latents.shape[1:]) == shape
     found = family.inputs.arguments(pipe.transformer, latents, given["timestep"], conditioning)
     for key in found.keys() - OF_THE_REAL_AUTOENCODER.get(name, set()):
-        # a prompt by itself and among others: float32 sums in another order
         expected = given[key].to(found[key].dtype) if "mask" in key else given[key]
-        torch.testing.assert_close(found[key], expected, rtol=1e-5, atol=1e-6)
+        # a prompt by itself and among others: float32 sums in another order
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if key in conditioning else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found[key], expected, **tolerance)
     usual = inspect.signature(type(pipe.transformer).forward).parameters
-    left = {key: x for key, x in given.items() if key not in found and key != "return_dict"}
+    left = {key: x for key, x in given.items() if key not in found}
     assert all(x is None or x == {} or x == usual[key].default for key, x in left.items()), left.keys()
 
 
@@ -98,12 +93,12 @@ def test_conditioning_has_the_shapes_that_are_told(name: str) -> None:
 def test_latents_are_of_the_scale_of_the_pipeline(name: str) -> None:
     """What the pipeline has when it is done, and what its autoencoder then gets."""
     case = case_of(name)
-    family, pipe, clip = case.of_family, case.pipeline(), clip_of(case)
+    family, pipe, clip = case.of_family, case.pipeline(), clip_of(case.call)
     call = {**family.calling.clip_arguments(pipe, clip), **family.calling.guidance_arguments(3.0), "output_type": "pt"}
     prompt = [case.call["prompt"]]
-    generator = torch.Generator()
-    run = lambda: family.calling.call(pipe, prompt, [generator.manual_seed(3)], num_inference_steps=2, **call)  # noqa: E731
-    decoded = [given.get("0", given.get("z")) for given in recorded(pipe.vae, "decode", run)]
+    own, decoded = pipe.vae.decode, []
+    pipe.vae.decode = lambda z, *others, **named: decoded.append(z) or own(z, *others, **named)
+    family.calling.call(pipe, prompt, [torch.Generator().manual_seed(3)], num_inference_steps=2, **call)
     found = family.training.generate_latents(pipe, prompt[0], clip, 2, 3.0, torch.Generator().manual_seed(3))
     assert tuple(found.shape) == family.inputs.latent_shape(pipe.transformer.config, pipe.vae.config, clip)
     torch.testing.assert_close(found[None], scaled_as(found[None], pipe.vae, decoded), rtol=1e-4, atol=1e-5)
@@ -119,7 +114,7 @@ def scaled_as(found: torch.Tensor, vae: Any, parts: list[torch.Tensor]) -> torch
 @each_family
 def test_pixels_become_latents_of_the_grid(name: str) -> None:
     case = case_of(name)
-    family, pipe, clip = case.of_family, case.pipeline(), clip_of(case)
+    family, pipe, clip = case.of_family, case.pipeline(), clip_of(case.call)
     pixels = torch.rand(1, 3, clip.frames, *clip.sizes[0], generator=torch.Generator().manual_seed(0)) * 2 - 1
     own, encoded = pipe.vae.encode, []
     pipe.vae.encode = lambda x: encoded.append(own(x)) or encoded[-1]
@@ -139,7 +134,7 @@ def test_pixels_become_latents_of_the_grid(name: str) -> None:
 @pytest.mark.parametrize("name", ["flux", "hunyuan_video", "latte", "ltx2", "sana_video"])
 def test_samples_are_what_files_are_written_of(name: str) -> None:
     case = case_of(name)
-    family, clip = case.of_family, clip_of(case)
+    family, clip = case.of_family, clip_of(case.call)
     prompts, others = [case.call["prompt"], "a cat"], ("prompt", "negative_prompt", "output_type")
     settings = {key: x for key, x in case.call.items() if key not in others}
     generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
@@ -155,7 +150,7 @@ def test_samples_are_what_files_are_written_of(name: str) -> None:
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_size_in_pixels_tells_the_grid(name: str) -> None:
     case = case_of(name)
-    pipe, clip = case.pipeline(), clip_of(case)
+    pipe, clip = case.pipeline(), clip_of(case.call)
     size = dict(zip(("height", "width"), clip.sizes[0], strict=True))
     size |= {"num_frames": clip.frames} if case.of_family.makes_videos else {}
     assert {layer.grid for layer in mhla.describe(pipe, **size)} == {case.grid}
@@ -169,7 +164,7 @@ def test_prompts_of_qwen_image_are_encoded_as_the_pipeline_hands_them_over() -> 
     case = case_of("qwenimage")
     pipe, prompts, encode = case.pipeline(), ["a red ball", "dog"], case.of_family.training.encode_prompt
     call = {**case.call, "negative_prompt": None}
-    batch = forwards(pipe, **{**call, "prompt": prompts})[0]
+    batch = first_forward(pipe, **{**call, "prompt": prompts})
     assert not batch["encoder_hidden_states_mask"].all()
     for place, prompt in enumerate(prompts):
         found = encode(pipe, prompt, {"max_sequence_length": 8})
@@ -180,34 +175,8 @@ def test_prompts_of_qwen_image_are_encoded_as_the_pipeline_hands_them_over() -> 
         torch.testing.assert_close(found["encoder_hidden_states"][:tokens], text, rtol=1e-4, atol=1e-5)
         assert not any(one[tokens:].any() for one in found.values())
     found = encode(pipe, call["prompt"], {"max_sequence_length": 2})
-    cut = forwards(pipe, **{**call, "max_sequence_length": 2})[0]
+    cut = first_forward(pipe, **{**call, "max_sequence_length": 2})
     assert found["encoder_hidden_states"].equal(cut["encoder_hidden_states"][0])
-
-
-@pytest.mark.parametrize(("sample_size", "width"), [(128, 64), (128, 192), (64, 192)])
-def test_pixart_is_told_the_size_as_the_pipeline_tells_it(sample_size: int, width: int) -> None:
-    """α at 1024 px, and not at other sizes."""
-    case = case_of("pixart")
-    pipe = case.pipeline(sample_size=sample_size)
-    given = forwards(pipe, **{**case.call, "width": width, "guidance_scale": 1.0})[0]
-    latents = torch.zeros(1, 4, 16, width // 8)
-    found = case.of_family.inputs.arguments(pipe.transformer, latents, given["timestep"], {})["added_cond_kwargs"]
-    assert (found["resolution"] is not None) == (sample_size == 128)
-    torch.testing.assert_close(found, given["added_cond_kwargs"])
-
-
-@pytest.mark.parametrize("name", ["cogvideox", "cogvideox_two_frames"])
-def test_rope_of_cogvideox_at_another_size_is_the_pipelines(name: str) -> None:
-    """Its tables are scaled to the size of training, or cut out of it."""
-    case = case_of(name)
-    pipe = case.pipeline()
-    call = case.call | {"height": 48, "width": 32, "num_inference_steps": 1, "output_type": "latent"}
-    (given,) = forwards(pipe, **call)
-    text, latents = ({key: given[key][1:]} for key in ("encoder_hidden_states", "hidden_states"))
-    frames = latents["hidden_states"].transpose(1, 2)
-    made = case.of_family.inputs.arguments(pipe.transformer, frames, given["timestep"][1:], text)
-    for table, expected in zip(made["image_rotary_emb"], given["image_rotary_emb"], strict=True):
-        assert torch.equal(table, expected)
 
 
 def test_embedded_guidance_and_the_frame_rate_are_given_to_models_that_take_them() -> None:

@@ -96,19 +96,19 @@ _FEATURES = 8
 
 def load_into_flux(pipe: Any) -> None:
     """An adapter with four tokens for a picture, of the two blocks of two streams."""
-    text, width, generator = pipe.transformer.config.joint_attention_dim, pipe.transformer.inner_dim, torch.Generator()
-
-    def drawn(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        generator.manual_seed(0)
-        return {name.replace("__", "."): torch.randn(*shape, generator=generator) / 4 for name, shape in shapes.items()}
-
-    tokens = {"proj__weight": (4 * text, _FEATURES), "proj__bias": (4 * text,)}
-    layer = drawn(
-        to_k_ip__weight=(width, text), to_k_ip__bias=(width,), to_v_ip__weight=(width, text), to_v_ip__bias=(width,)
-    )
+    text, width = pipe.transformer.config.joint_attention_dim, pipe.transformer.inner_dim
+    layers = {"weight": (width, text), "bias": (width,)}
+    tokens = {"proj.weight": (4 * text, _FEATURES), "proj.bias": (4 * text,), "norm.weight": (text,)}
+    shapes = {
+        "image_proj": {**tokens, "norm.bias": (text,)},
+        "ip_adapter": {
+            f"{index}.to_{to}_ip.{kind}": x for index in (0, 1) for to in "kv" for kind, x in layers.items()
+        },
+    }
+    generator = torch.Generator().manual_seed(0)
     adapter = {
-        "image_proj": drawn(**tokens, norm__weight=(text,), norm__bias=(text,)),
-        "ip_adapter": {f"{index}.{key}": x for index in (0, 1) for key, x in layer.items()},
+        part: {name: torch.randn(*shape, generator=generator) / 4 for name, shape in of_part.items()}
+        for part, of_part in shapes.items()
     }
     pipe.load_ip_adapter(adapter, weight_name="", image_encoder_pretrained_model_name_or_path=None)
 

@@ -29,15 +29,8 @@ def test_flow_matching_agrees_with_diffusers_scheduler() -> None:
         scheduler.scale_noise(latents, scheduler.timesteps[place[1:]], noise),
         atol=1e-5,
     )
-
-
-def test_a_step_along_the_true_velocity_denoises() -> None:
-    process = FlowMatching(shift=3.0)
-    latents, noise = torch.randn(2, 3, 4, 8, 8)
-    batch = process.make_batch(latents, noise, torch.tensor([0.1, 0.5, 0.9]), {})
-    velocity = noise - latents
-    assert process.loss(velocity, batch).max() < 1e-10
-    assert torch.allclose(batch.hidden_states - batch.time.view(-1, 1, 1, 1) * velocity, latents, atol=1e-5)
+    batch = process.make_batch(latents, noise, torch.tensor([0.1, 0.9]), {})
+    assert process.loss(noise - latents, batch).max() < 1e-10
 
 
 def test_ddpm_noises_as_diffusers_does() -> None:

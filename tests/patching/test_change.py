@@ -5,8 +5,7 @@ import torch
 
 import mhla_diffusers as mhla
 
-from ..families.cases import case_of, footprint
-from ..families.cases import output as case_output
+from ..families.cases import footprint
 from ..models import FAMILIES, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from ..refusals import refused
@@ -35,10 +34,9 @@ def test_parameters_stay(change):
 
 
 def test_changed_sparse_attention_is_that_of_a_fresh_patch():
-    case, before, change = case_of("wan"), {"density": 0.1}, {"density": 0.3, "block_size": 8, "far": "means"}
-    fresh = mhla.apply_mhla(case.transformer(), **before | change)
-    model = mhla.change_mhla(mhla.apply_mhla(case.transformer(), **before), **change)
-    assert torch.equal(case_output(model, case.inputs()), case_output(fresh, case.inputs()))
+    before, change = {"density": 0.1}, {"density": 0.3, "block_size": 8, "far": "means"}
+    fresh, model = patched("wan", **before | change), mhla.change_mhla(patched("wan", **before), **change)
+    assert torch.equal(output(model, inputs("wan")), output(fresh, inputs("wan")))
 
 
 def test_layers_are_added_and_taken_away():

@@ -6,7 +6,7 @@ import torch
 import mhla_diffusers as mhla
 from mhla_diffusers.attention import MHLACall, reference_attention
 
-from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
+from ..models import FAMILIES, assert_changed, inputs, output, patched
 from ..refusals import refused
 
 
@@ -42,15 +42,6 @@ def test_every_layer_computes_equation_4_on_the_grid_of_the_input(name, ragged):
         # float32 sums of at most 96 tokens; RoPE makes the numerator's terms cancel, hence the absolute part
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
         assert (inputs_of.rotary is not None) == name.startswith("wan")
-
-
-@pytest.mark.parametrize("name", ["sana", "sana_qk_norm"])
-def test_blocks_that_are_mixed_evenly_are_sanas_own_linear_attention(name):
-    """What MHLA adds to every feature is as small as what SANA adds to its normaliser; the rest is rounding."""
-    own = output(FAMILIES[name].build(), inputs(name))
-    even = patched(name, blocks=(4, 2), mixing_init="uniform", eps=1e-15)
-    assert relative_change(output(even, inputs(name)), own) < 2e-5
-    assert_changed(output(patched(name), inputs(name)), own)
 
 
 @pytest.mark.parametrize("name", ["wan", "sana", "dit"])

@@ -3,7 +3,7 @@
 import copy
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from mhla_diffusers.tiny import pipeline_folder
 
 from .. import models
 from ..pipelines import wan_pipeline
-from ..processes import Processes
+from ..processes import process_group
 from ..refusals import refused
 from .shared import trained
 
@@ -30,10 +30,10 @@ LEARNED = {"output_norm": True, "output_gate": True, "mixing_per_head": True}
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.close()
+def in_two() -> Iterator[Callable[..., list[Any]]]:
+    """What runs a function in both of two processes."""
+    with process_group(2) as run_in_all:
+        yield run_in_all
 
 
 def one_device() -> Any:
@@ -90,8 +90,8 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_two_processes_equal_one(two: Processes, case: tuple[Any, ...]) -> None:
-    for found in two.run(errors, *case):
+def test_two_processes_equal_one(in_two: Any, case: tuple[Any, ...]) -> None:
+    for found in in_two(errors, *case):
         assert max(found.values()) < ROUNDING, found
 
 
@@ -112,8 +112,8 @@ def errors_of_order() -> list[float]:
     return [*found, relative(output(model), output(own))]
 
 
-def test_a_patch_comes_after_and_goes(two: Processes) -> None:
-    for found in two.run(errors_of_order):
+def test_a_patch_comes_after_and_goes(in_two: Any) -> None:
+    for found in in_two(errors_of_order):
         assert max(found) < ROUNDING, found
 
 
@@ -130,9 +130,9 @@ def errors_of_residuals() -> list[float]:
     return [relative(one, found[0]) for one in found[1:]]
 
 
-def test_what_dense_steps_measure(two: Processes) -> None:
+def test_what_dense_steps_measure(in_two: Any) -> None:
     """Each process measures how its heads fade, so that the two differ by a part of the correction."""
-    for corrected, dropped in two.run(errors_of_residuals):
+    for corrected, dropped in in_two(errors_of_residuals):
         assert corrected < 0.1 * dropped
 
 
@@ -145,8 +145,8 @@ def refuse() -> None:
             spread(model)(**models.inputs("wan"), return_dict=False)
 
 
-def test_what_cannot_be_split_is_refused(two: Processes) -> None:
-    two.run(refuse)
+def test_what_cannot_be_split_is_refused(in_two: Any) -> None:
+    in_two(refuse)
 
 
 def video_of_script() -> list[Any]:
@@ -167,10 +167,7 @@ def test_the_script_makes_the_video_of_one_process() -> None:
     pipe.set_progress_bar_config(disable=True)
     call = {"num_frames": 9, "height": 96, "width": 64, "num_inference_steps": 2}
     expected = pipe("seven", **call, generator=torch.Generator().manual_seed(0)).frames[0]
-    processes = Processes(3)  # of its own, since the script ends their group
-    try:
-        (first,), *others = processes.run(video_of_script)
-    finally:
-        processes.close()
+    with process_group(3) as run_in_all:  # of its own, since the script ends their group
+        (first,), *others = run_in_all(video_of_script)
     assert not any(others)
     assert np.abs(first - expected).max() < 1e-4  # of pixels from 0 to 1, through the autoencoder in float32

@@ -27,7 +27,7 @@ from mhla_diffusers.config import NOTHING_DENSE
 
 from ..families.cases import ROUNDING
 from ..models import FAMILIES, inputs, output, patched, relative_change
-from ..pipelines import PIPELINES, wan_pipeline
+from ..pipelines import generate, wan_pipeline
 from ..refusals import refused
 from .shared import EVERYTHING, SPARSE, assert_equal_up_to_order, mixings
 
@@ -39,8 +39,7 @@ MHLA = {"blocks": (3, 2, 1)}
 
 def draw(pipe: Any) -> torch.Tensor:
     """Latents from the same noise."""
-    call = PIPELINES["wan"].call | {"num_inference_steps": STEPS, "output_type": "latent"}
-    return pipe(**call, generator=torch.Generator().manual_seed(3)).frames
+    return generate("wan", pipe, num_inference_steps=STEPS, output_type="latent")
 
 
 def linears(pipe: Any) -> dict[str, nn.Linear]:

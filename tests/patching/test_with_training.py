@@ -13,7 +13,7 @@ import mhla_diffusers as mhla
 from mhla_diffusers.patching import register_mixing_clip
 from mhla_diffusers.tiny import load_tiny
 
-from ..models import FAMILIES, inputs, output, patched, relative_change
+from ..models import FAMILIES, assert_changed, inputs, output, patched, relative_change
 from ..refusals import refused
 from .shared import CAUSAL, EVERYTHING, ONE_PER_CLASS, SPARSE, in_threads, mixings
 
@@ -174,6 +174,15 @@ def test_other_types(name, dtype, tolerance):
     assert {matrix.dtype for matrix in mixings(cast_before)} == {torch.float32}
     assert {matrix.dtype for matrix in mixings(cast_after)} == {dtype}
     assert {layer.gate.weight.dtype for layer in mhla.mhla_layers(cast_before).values()} == {dtype}
+
+
+@pytest.mark.parametrize("name", ["dit", "wan"])
+def test_sparse_attention_in_half_precision_is_the_models(name):
+    model, arguments = FAMILIES[name].build().to(torch.bfloat16), cast(inputs(name), torch.bfloat16)
+    expected = output(model, arguments)
+    found = output(mhla.apply_mhla(model, **SPARSE | {"density": 1.0}), arguments)
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+    assert_changed(output(mhla.change_mhla(model, density=0.2), arguments), expected)
 
 
 # diffusers' own saving

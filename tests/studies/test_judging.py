@@ -12,13 +12,6 @@ from studies.adaptation.judging import Yardstick, digit_shown, load_classifier, 
 from ..refusals import refused
 
 
-def test_splits_are_disjoint_and_complete():
-    train, held_out = load_digits("train"), load_digits("held-out")
-    assert len(train.labels) + len(held_out.labels) == 1797
-    assert len(held_out.labels) == 360
-    assert set(held_out.labels.tolist()) == set(range(10))
-
-
 @pytest.mark.parametrize("tiny", TINY.values(), ids=TINY)
 def test_a_scene_is_a_function_of_its_seed_and_read_as_its_prompt_says(tiny):
     digits, chance = load_digits("train"), random.Random(3)

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 from ..scripts import load_script, run_script
 
@@ -62,14 +61,3 @@ def test_a_study_that_is_ended_goes_on(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script.Study, "make", None)
     run_script(script, monkeypatch, "--toy", "--output", tmp_path)
     assert before == {file: file.stat().st_mtime_ns for file in tmp_path.glob("rows/*")}
-
-
-def test_scenes_come_from_their_seed_and_a_short_clip_is_the_beginning_of_a_long_one(script):
-    scenes = script.Scenes("held-out", 32, 4, 3, torch.device("cpu"))
-    clips, again, other = scenes.draw(1, 2), scenes.draw(1, 2), scenes.draw(2, 2)
-    assert torch.equal(clips.pixels, again.pixels)
-    assert not torch.equal(clips.pixels, other.pixels)
-    assert torch.equal(scenes.draw(1, 2, frames=2).pixels, clips.pixels[:, :, :2])
-    assert clips.pixels.shape == (2, 3, 4, 32, 32) and clips.labels.shape == (2, 3)
-    blurred = torch.nn.functional.avg_pool3d(clips.pixels, (1, 3, 3), stride=1, padding=(0, 1, 1))
-    assert script.fine_detail(blurred) < 0.5 * script.fine_detail(clips.pixels)

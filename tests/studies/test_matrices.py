@@ -1,14 +1,11 @@
 """Attention matrices, their rank and entropy."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.auditing import TransformerCall
 from mhla_diffusers.families import get_family
-from mhla_diffusers.families.mhla import project_tokens
 from studies.analysis.matrices import each_attention_matrix, entropy, rank
 
 from .. import models
@@ -17,17 +14,17 @@ from .. import models
 def attended(model, call):
     """What every self-attention hands to its output projection: name → (B, H, N, D), and its value in that shape."""
     found, values = {}, {}
-    with ExitStack() as hooks, torch.no_grad():
+
+    def record(seen, name, heads):
+        def hook(_, args, output=None):
+            seen[name] = (args[0] if output is None else output).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+        return hook
+
+    with torch.no_grad():
         for name, attn in get_family(model).self_attentions(model).items():
-
-            def note(_, args, name=name, attn=attn):
-                found[name] = args[0].unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-
-            def note_value(_, args, kwargs, name=name, attn=attn):
-                values[name] = project_tokens(attn, (args or [kwargs["hidden_states"]])[0])[2].transpose(1, 2)
-
-            hooks.enter_context(attn.to_out[0].register_forward_pre_hook(note))
-            hooks.enter_context(attn.register_forward_pre_hook(note_value, with_kwargs=True))
+            attn.to_v.register_forward_hook(record(values, name, attn.heads))
+            attn.to_out[0].register_forward_pre_hook(record(found, name, attn.heads))
         call.predict(model)
     return found, values
 
