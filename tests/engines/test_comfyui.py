@@ -231,14 +231,6 @@ SCHEDULE = torch.linspace(1, 0, 11)
 EVERY = SCHEDULE[:-1].tolist()
 
 
-def dense_calls(patched, sigmas):
-    """Which calls of a sampling over SCHEDULE were dense."""
-    model = WanModel(self_attention())
-    options = [{"sigmas": torch.tensor([sigma, sigma]), "sample_sigmas": SCHEDULE} for sigma in sigmas]
-    outputs = sample(patched, *(lambda one=one: model.forward(patched, options=one) for one in options))
-    return [torch.equal(output, self_attention()({})) for output in outputs]
-
-
 @pytest.mark.parametrize(
     ("changed", "sigmas", "expected"),
     [
@@ -251,14 +243,12 @@ def dense_calls(patched, sigmas):
     ids=str,
 )
 def test_dense_steps_are_found_by_their_sigmas_and_one_line_ends_a_sampling(caplog, changed, sigmas, expected):
-    found = dense_calls(patch_model(ModelPatcher(), settings(**changed)), sigmas)
-    assert [step for step, is_dense in enumerate(found) if is_dense] == expected
+    patched, model = patch_model(ModelPatcher(), settings(**changed)), WanModel(self_attention())
+    told = [{"sigmas": torch.tensor([sigma, sigma]), "sample_sigmas": SCHEDULE} for sigma in sigmas]
+    outputs = sample(patched, *(partial(model.forward, patched, options=options) for options in told))
+    assert [step for step, x in enumerate(outputs) if torch.equal(x, self_attention()({}))] == expected
     (line,) = (line for line in lines(caplog) if line.startswith("sparse in"))
     assert line.startswith(f"sparse in {len(sigmas) - len(expected)} of {len(sigmas)} attentions")
-
-
-def at_step(step, **options):
-    return {"sigmas": SCHEDULE[step : step + 1], "sample_sigmas": SCHEDULE, "block_index": 0, **options}
 
 
 def errors_of_correcting(patched, *calls):
@@ -270,7 +260,8 @@ def errors_of_correcting(patched, *calls):
     for step, samples, options in calls:
         qkv = [x[list(samples)].flatten(2) for x in both]
         model = WanModel(lambda given, qkv=qkv: attend(*qkv, HEADS, transformer_options=given))
-        forwards.append(partial(model.forward, patched, options=at_step(step, **options)))
+        told = {"sigmas": SCHEDULE[step : step + 1], "sample_sigmas": SCHEDULE, "block_index": 0, **options}
+        forwards.append(partial(model.forward, patched, options=told))
     truth, alone = softmax(*both), operator(*both)
     return [
         [float((x - truth[i]).norm() / (alone[i] - truth[i]).norm()) for i, x in zip(samples, output, strict=True)]

@@ -222,11 +222,11 @@ def test_compiled_blocks_count_and_attend_as_before(settings, lines):
 @pytest.mark.slow
 def test_two_processes_with_ulysses_give_what_one_gives(settings, tmp_path):
     settings(MHLA_DENSITY="0.15")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    program = f"import sys; from {tiny.__name__} import run_in_process; run_in_process(sys.argv[1])"
+    command = [*launch, sys.executable, "-c", program, tmp_path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [*launch, tiny.__file__, tmp_path], env=environment, capture_output=True, text=True, timeout=500
-    )
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
     # at the end of a process, as the call is not over

@@ -152,12 +152,11 @@ def denoise(wan, grid=GRID, step: int | None = 3, total: int | None = None) -> t
         )[0]
 
 
-if __name__ == "__main__":  # one of several processes that share the heads with Ulysses
+def run_in_process(folder: str) -> None:
+    """What one of several processes does that share the heads with Ulysses."""
     load_plugins()
-    this_rank = int(os.environ["RANK"])
-    with engine("MHLA", this_rank, int(os.environ["WORLD_SIZE"])) as its_config:
-        model = make_wan(its_config)
+    rank = int(os.environ["RANK"])
+    with engine("MHLA", rank, int(os.environ["WORLD_SIZE"])) as config:
+        wan = make_wan(config)
         # the last step of two is not reached, so that the call is over when the process ends
-        torch.save(
-            [denoise(model, grid, step=0, total=2) for grid in (GRID, ODD_GRID)], f"{sys.argv[1]}/{this_rank}.pt"
-        )
+        torch.save([denoise(wan, grid, step=0, total=2) for grid in (GRID, ODD_GRID)], f"{folder}/{rank}.pt")

@@ -388,11 +388,7 @@ def cosmos3():
     }
 
 
-CLASSES = {
-    "text": hidream,
-    "keys of text without queries, from a cache": qwenimage21,
-    "heads that share keys": cosmos3,
-}
+CLASSES = {"text": hidream, "cached keys of text": qwenimage21, "heads that share keys": cosmos3}
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -20,7 +20,7 @@ from .. import models
 from ..pipelines import wan_pipeline
 from ..processes import process_group
 from ..refusals import refused
-from .shared import trained
+from .shared import own_form, trained
 
 ROUNDING = 1e-5
 """Relative, of float32 sums in another order."""
@@ -138,9 +138,8 @@ def test_what_dense_steps_measure(in_two: Any) -> None:
 
 def refuse() -> None:
     """What needs all tokens, and diffusers' own form, which does not know how they are split."""
-    own_form = models.FAMILIES["wan"].build()
-    own_form.set_attn_processor(mhla.MHLAProcessor(blocks=models.FAMILIES["wan"].blocks))
-    for model, words in ((models.patched("wan", convolution=3), "convolution=3"), (own_form, "apply_mhla")):
+    own = own_form("wan", blocks=models.FAMILIES["wan"].blocks)
+    for model, words in ((models.patched("wan", convolution=3), "convolution=3"), (own, "apply_mhla")):
         with refused(words):
             spread(model)(**models.inputs("wan"), return_dict=False)
 
