@@ -195,10 +195,15 @@ def bytes_alive() -> int:
     return sum(x.nbytes for x in gc.get_objects() if type(x) in kinds and not x.is_meta and x.layout == torch.strided)
 
 
-def small_case(model: Model) -> Case:
-    """Return a case of about two tokens per MHLA block and axis, for quick runs."""
+def small_size(model: Model) -> tuple[int, int, int | None]:
+    """Height, width and frames of about two tokens per MHLA block and axis, for quick runs."""
     height, width = (2 * count * model.stride * model.patch for count in model.blocks[-2:])
     frames = None
     if model.is_video:  # one frame where frames attend by themselves
         frames = 1 if len(model.blocks) == 2 else model.temporal_stride * (2 * model.blocks[0] - 1) + 1
-    return Case(model, height, width, frames)
+    return height, width, frames
+
+
+def small_case(model: Model) -> Case:
+    """Return a case of that size."""
+    return Case(model, *small_size(model))

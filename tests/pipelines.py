@@ -90,20 +90,15 @@ def sana_pipeline(transformer: Any = None, vae: dict[str, Any] | None = None, **
         num_key_value_heads=2,
         num_hidden_layers=1,
     )
-    settings = {
-        "latent_channels": 4,
-        "attention_head_dim": 2,
-        "encoder_block_types": ("ResBlock", "EfficientViTBlock"),
-        "decoder_block_types": ("ResBlock", "EfficientViTBlock"),
-        "encoder_block_out_channels": (8, 8),
-        "decoder_block_out_channels": (8, 8),
-        "encoder_qkv_multiscales": ((), (5,)),
-        "decoder_qkv_multiscales": ((), (5,)),
-        "encoder_layers_per_block": (1, 1),
-        "decoder_layers_per_block": (1, 1),
-        "downsample_block_type": "conv",
-        "upsample_block_type": "interpolate",
+    half = {
+        "block_types": ("ResBlock", "EfficientViTBlock"),
+        "block_out_channels": (8, 8),
+        "qkv_multiscales": ((), (5,)),
+        "layers_per_block": (1, 1),
     }
+    settings = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in half.items()}
+    settings |= {"latent_channels": 4, "attention_head_dim": 2}
+    settings |= {"downsample_block_type": "conv", "upsample_block_type": "interpolate"}
     parts = {
         "tokenizer": word_tokenizer(),
         "text_encoder": seeded(Gemma2Model, config=encoder),

@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 import mhla_diffusers as mhla
 from mhla_diffusers.families import Family, Model, get_family, named_arguments
 
-from ..models import FAMILIES, attn_processors, inputs, seeded, small_case
+from ..models import FAMILIES, attn_processors, inputs, seeded, small_size
 from ..pipelines import PIPELINES, dit_pipeline, quiet, sana_pipeline, wan_pipeline, word_tokenizer
 from .tiny_models import MODELS
 
@@ -427,7 +427,8 @@ class Case:
     """Arguments of the class that differ from the package's tiny model."""
     grids: tuple[tuple[int, ...], tuple[int, ...]] = _IMAGE
     """Token grids of usual and of ragged inputs."""
-    family: str = ""
+    family: str | Family = ""
+    """Where it isn't that of the case's name; a Family itself where it may not be registered."""
     change: Callable[[dict[str, Any], tuple[int, ...]], dict[str, Any]] = lambda arguments, grid: arguments
     """What differs from the arguments that the pipeline gives."""
     extra: tuple[int, int] = (0, 0)
@@ -439,7 +440,7 @@ class Case:
 
     @property
     def of_family(self) -> Family:
-        return get_family(self.family or self.name)
+        return self.family if isinstance(self.family, Family) else get_family(self.family or self.name)
 
     @property
     def model(self) -> Model:
@@ -464,8 +465,8 @@ class Case:
 
     def transformer(self, **config: Any) -> Any:
         model = self.model
-        small = small_case(model)
-        settings = {**self.of_family.class_settings(model, small.height, small.frames), **self.settings, **config}
+        height, _, frames = small_size(model)
+        settings = {**self.of_family.class_settings(model, height, frames), **self.settings, **config}
         return seeded(self.of_family.transformer_class(model.transformer), noise=self.noise, **settings)
 
     def short(self) -> Any:
@@ -778,20 +779,13 @@ def tally(model: Any) -> tuple[int, dict[str, int]]:
     return found.sparse, dict(found.dense)
 
 
-class _Weights(dict[str, torch.Tensor]):
-    """Tensors by name, which are equal bit for bit."""
-
-    def __eq__(self, other: Any) -> bool:
-        return list(self) == list(other) and all(torch.equal(x, other[name]) for name, x in self.items())
-
-
 def footprint(model: Any) -> dict[str, Any]:
     """All that a patch could leave behind in a transformer; processors and hooks compare by identity."""
     modules = dict(model.named_modules())
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
     return {
         "class": type(model),
-        "state": _Weights((key, value.clone()) for key, value in model.state_dict().items()),
+        "state": [(key, value.dtype, value.tolist()) for key, value in model.state_dict().items()],
         "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
         "attributes": {name: (type(module), sorted(vars(module))) for name, module in modules.items()},
         "processors": attn_processors(model),

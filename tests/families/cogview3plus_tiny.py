@@ -4,8 +4,6 @@ from pathlib import Path
 
 from diffusers import CogVideoXDDIMScheduler
 
-from mhla_diffusers.families import Family
-
 from .cases import MAKERS, Case, kl_autoencoder, parts, pipeline, t5, text
 from .cogview3plus import COGVIEW3PLUS
 
@@ -16,20 +14,14 @@ MAKERS["cogview3plus"] = pipeline(
 )
 
 
-class _Added(Case):
-    @property
-    def of_family(self) -> Family:
-        """Also before it is registered."""
-        return COGVIEW3PLUS
-
-
-CASE = _Added(
+CASE = Case(
     "cogview3plus",
     {"height": 128, "width": 128, "num_inference_steps": 2, "max_sequence_length": 8, "prompt": "the red dog"}
     | {"output_type": "pt"},
     tuple(f"transformer_blocks.{layer}.attn1" for layer in range(4)),
     {"sample_size": 16},
     extra=(8, 0),
+    family=COGVIEW3PLUS,
 )
 """A picture of 8x8 tokens."""
 
