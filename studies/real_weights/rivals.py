@@ -1,7 +1,7 @@
 """Published sparse attentions beside ours: their errors on DINOv2-S at equal cost, without training.
 
     OMP_NUM_THREADS=1 python studies/real_weights/rivals.py attention --pixels 1036
-    OMP_NUM_THREADS=1 python studies/real_weights/rivals.py features --pixels 518
+    OMP_NUM_THREADS=1 python studies/real_weights/rivals.py features --pixels 518 1036
 
 Every rival is written from its idea, not from its code, and gets blocks along our curve, which are more compact than
 rows of a picture. The error is that of one attention on two photographs, or of the features on all twelve, with the
