@@ -38,7 +38,7 @@ Own = tuple[torch.Tensor, torch.Tensor | None]
 def causal_attention(call: MHLACall, backend: ModuleType) -> torch.Tensor:
     """Attend in a sequence from its first token, with :mod:`.eager` or the kernels: (B, N, H, D)."""
     starts, count = frame_block_starts(call.grid, call.blocks), call.query.shape[1]
-    call = with_causal_mixing(call)
+    call = replace(call, mixing=causal_mixing(least_mixing(call.mixing), call.blocks, own=True))
     last = max(start for start in starts if start < count)
     if not has_own_part(call):
         return backend.linear(call)
@@ -55,11 +55,6 @@ def causal_attention(call: MHLACall, backend: ModuleType) -> torch.Tensor:
 def has_own_part(call: MHLACall) -> bool:
     """Whether attention within the own frame block is computed separately from the states."""
     return call.causal == "token" or call.linear_weight is not None
-
-
-def with_causal_mixing(call: MHLACall) -> MHLACall:
-    """Return the call with a causal mixing matrix."""
-    return replace(call, mixing=causal_mixing(least_mixing(call.mixing), call.blocks, own=True))
 
 
 def least_mixing(mixing: torch.Tensor) -> torch.Tensor:

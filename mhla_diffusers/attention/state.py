@@ -16,17 +16,7 @@ import torch
 from ..errors import check_choice
 from .api import BACKENDS, backend_for, check_call
 from .call import MHLACall
-from .causal import (
-    Causal,
-    Own,
-    beside_earlier,
-    causal_attention,
-    has_own_part,
-    least_mixing,
-    own_softmax,
-    part_of,
-    with_causal_mixing,
-)
+from .causal import Causal, Own, beside_earlier, causal_attention, has_own_part, least_mixing, own_softmax, part_of
 from .layout import check_layout, frame_block_starts
 from .precision import sum_dtype, without_autocast
 from .rope import Rotary, rotated
@@ -208,7 +198,7 @@ class MHLAState:
             begin = part_of(call, slice(0, done))
             outputs.append(causal_attention(begin, backend))
             if keep or done < count:
-                self._keep_begin(backend, with_causal_mixing(begin))
+                self._keep_begin(backend, begin)
         while done < count:
             _, offset, length = self._place()
             end = min(done + length - offset, count)
@@ -231,8 +221,7 @@ class MHLAState:
         """Mix the past for the open frame block, once; with gradients in every step, whose mixing they need."""
         if self._closed is not None and (self._earlier is None or torch.is_grad_enabled()):
             coefficients = mixing[..., :-1, :].flatten(-2).expand(self._closed.shape[1], -1, -1)
-            closed = self._closed.flatten(2, 3).flatten(3)
-            self._earlier = (coefficients.to(closed.dtype) @ closed).unflatten(-1, self._closed.shape[-2:])
+            self._earlier = _mixed(coefficients, self._closed.flatten(2, 3))
 
     def _piece(self, call: MHLACall) -> tuple[MHLACall, torch.Tensor | None]:
         """Tokens of one frame block as a call of their own, and the mixture of earlier frame blocks that they see."""
