@@ -104,7 +104,7 @@ def data_command(
     else:
         clips, found = data.clips(**options), find_media(source)
         data.check_captions(found)
-        read = read_files(source, found, clips, lambda _, clip: CachedClip(tuple(clip[0].shape[1:]), clip[1]))
+        read = read_files(source, found, clips, lambda _, pixels: CachedClip(tuple(pixels.shape[1:])))
         files = list(progress(read, total=len(found), desc="read"))
     typer.echo(summarize(source, files, data))
     if not any(file.clips for file in files):

@@ -20,8 +20,8 @@ CAPTION = "caption-"
 """Beginning of the names of conditioning of a sample's second caption, third, and so on, such as "caption-1/…"."""
 
 
-_Forward = tuple[int, int, list[tuple[int, int]]]
-"""Step, position in its batch of a forward's first sample, and (index, draw of a caption) of the forward's samples."""
+_Forward = tuple[int, int, list[int]]
+"""Step, position in its batch of a forward's first sample, and indices of the forward's samples."""
 
 
 class TrainingData(Protocol):
@@ -104,20 +104,16 @@ class NoisedBatches:
         def forwards() -> Iterator[_Forward]:
             for at, chosen in enumerate(batches_from(step, shapes, needed, config.seed, weights), start=step):
                 for first in range(self.rank * size, needed, size * self.processes):
-                    places = range(first, first + size)
-                    draws = [generator_for(config.seed, "caption", at, place).initial_seed() for place in places]
-                    yield at, first, [(chosen[place], draw) for place, draw in zip(places, draws, strict=True)]
+                    yield at, first, chosen[first : first + size]
 
         loader: DataLoader[Any] = DataLoader(
-            _Batches(self._data),
+            _Batches(self._data, config.seed),
             batch_size=None,
             sampler=forwards(),
             num_workers=config.workers,
             worker_init_fn=_ignore_interrupts,
         )
         for at, first, batch in loader:
-            if isinstance(batch, Exception):
-                raise batch
             yield self._noise(batch, at, first)
 
     def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int) -> NoisedBatch:
@@ -157,16 +153,16 @@ def _ignore_interrupts(worker: int) -> None:
 class _Batches(Dataset[Any]):
     """Batches, each asked for by its forward."""
 
-    def __init__(self, data: TrainingData) -> None:
-        self._data = data
+    def __init__(self, data: TrainingData, seed: int) -> None:
+        self._data, self._seed = data, seed
 
-    def __getitem__(self, forward: _Forward) -> tuple[int, int, dict[str, torch.Tensor] | Exception]:
-        """Read a batch, or return the exception: if raised, workers would send only the text of its traceback."""
-        step, first, samples = forward
-        try:
-            return step, first, stack_samples([with_one_caption(self._data[index], draw) for index, draw in samples])
-        except (ValueError, OSError) as error:
-            return step, first, error
+    def __getitem__(self, forward: _Forward) -> tuple[int, int, dict[str, torch.Tensor]]:
+        step, first, indices = forward
+        samples = []
+        for place, index in enumerate(indices, start=first):
+            draw = generator_for(self._seed, "caption", step, place).initial_seed()
+            samples.append(with_one_caption(self._data[index], draw))
+        return step, first, stack_samples(samples)
 
 
 def with_one_caption(sample: Sample, draw: int) -> Sample:

@@ -36,8 +36,6 @@ class CachedClip:
 
     bucket: tuple[int, ...]
     """Frames, height and width in pixels."""
-    start: float = 0.0
-    """Time at which it begins in its source file, in seconds."""
     file: str = ""
     """Inside the cache; "" before it is encoded."""
     sha256: str = ""
@@ -200,11 +198,11 @@ class CacheWriter:
                 logger.warning("%d files or captions %s, such as %s.", len(names), what, names[0])
         return kept
 
-    def write(self, sample: Sample, bucket: tuple[int, ...], start: float = 0.0) -> CachedClip:
+    def write(self, sample: Sample, bucket: tuple[int, ...]) -> CachedClip:
         """Write the tensors of a clip, which counts once :meth:`add` has its file."""
         name = f"clips/{self._next:08d}.safetensors"
         self._next += 1
-        return CachedClip(bucket, start, name, self._write(sample, name), tuple(sample["latents"].shape))
+        return CachedClip(bucket, name, self._write(sample, name), tuple(sample["latents"].shape))
 
     def _write(self, sample: Sample, name: str) -> str:
         write_tensors({key: tensor.cpu().contiguous() for key, tensor in sample.items()}, self.folder / name)

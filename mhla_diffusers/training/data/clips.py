@@ -6,6 +6,8 @@ from typing import Annotated
 from pydantic import Field
 
 from ...families.models import Sizes
+from ...generation.pixels import UnreadableMediaError
+from ...reporting import times
 from ...settings import Flag, Positive, PositiveInteger, Settings, settings
 
 _ASPECTS = (1.0, 4 / 3, 3 / 2, 16 / 9, 21 / 9)
@@ -32,8 +34,12 @@ class Clips(Settings):
     """Whether to enlarge files that are smaller than their size; else they are left out."""
 
     def size_for(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size nearest in aspect ratio."""
-        return min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(height / width)))
+        """Return the size nearest in aspect ratio; UnreadableMediaError if it is larger and ``upscale`` False."""
+        size = min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - math.log(height / width)))
+        scale = max(size[0] / height, size[1] / width)
+        if scale > 1 and not self.upscale:
+            raise UnreadableMediaError(f"its {height}x{width} would be upscaled {scale:.3g} times to {times(size)}")
+        return size
 
 
 def auto_sizes(first: tuple[int, int], step: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from ...reporting import progress
 from .batches import CAPTION
 from .cache import CachedClip, CacheWriter, SourceFile
 from .clips import Clips
-from .media import ReadClip, read_files
+from .media import read_files
 from .model import DataModel
 
 logger = logging.getLogger(__name__)
@@ -33,32 +33,26 @@ def encode_files(
     latents that are not finite, or no readable file; OSError if the folder cannot be written.
     """
     _warn_of_cut_captions(data.family, pipe, files)
-    empty = _on_cpu(data.family.training.encode_prompt(pipe, ""), data.name)
+    training = data.family.training
+    empty = _on_cpu(training.encode_prompt(pipe, ""), data.name)
     writer = CacheWriter(output, data.header(clips.to_dict()), files, empty)
 
-    def keep(file: SourceFile, clip: ReadClip) -> CachedClip:
-        pixels, start = clip
-        return writer.write(_encoded(pipe, data.family, pixels, file), tuple(pixels.shape[1:]), start)
+    def keep(file: SourceFile, pixels: torch.Tensor) -> CachedClip:
+        given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
+        of_picture = training.picture_settings(pipe, given)
+        sample = {"latents": training.encode_pixels(pipe, given)[0], **training.encode_picture(pipe, given)}
+        for number, caption in enumerate(file.captions):
+            prompt = training.encode_prompt(pipe, caption, of_picture)
+            sample |= {f"{CAPTION}{number}/{name}" if number else name: tensor for name, tensor in prompt.items()}
+        return writer.write(_on_cpu(sample, file.name), tuple(pixels.shape[1:]))
 
-    begun = len(files) - len(writer.left)
-    for file in progress(read_files(source, writer.left, clips, keep), total=len(files), initial=begun, desc="encode"):
+    read = read_files(source, writer.left, clips, keep)
+    for file in progress(read, total=len(files), initial=len(writer.files), desc="encode"):
         writer.add(file)
     if not any(file.clips for file in writer.files):
         reasons = "\n".join(f"{file.name}: {file.problem}" for file in writer.files[:5])
         raise ValueError(f"None of the {len(files)} files in {source} could be encoded, such as\n{reasons}")
     return writer.files
-
-
-def _encoded(pipe: Any, family: Family, pixels: torch.Tensor, file: SourceFile) -> Sample:
-    """Encode a clip, uint8 (3, F, H, W), and its captions."""
-    given = (pixels.to(pipe.vae.device).float() / 127.5 - 1).to(pipe.vae.dtype)[None]
-    latents = family.training.encode_pixels(pipe, given)[0]
-    of_picture = family.training.picture_settings(pipe, given)
-    sample = {"latents": latents, **family.training.encode_picture(pipe, given)}
-    for number, caption in enumerate(file.captions):
-        prompt = family.training.encode_prompt(pipe, caption, of_picture)
-        sample |= {f"{CAPTION}{number}/{name}" if number else name: tensor for name, tensor in prompt.items()}
-    return _on_cpu(sample, file.name)
 
 
 @torch.no_grad()
@@ -82,8 +76,7 @@ def synthesize(
     made_with = {"clip": clip.to_dict(), "steps": steps, "guidance": guidance, "seed": seed}
     made_with = data.header({**made_with, "weights": fingerprint(Path(data.name))})
     writer = CacheWriter(output, made_with, prompts, _on_cpu(training.encode_prompt(pipe, ""), data.name))
-    begun = len(prompts) - len(writer.left)
-    for file in progress(writer.left, total=len(prompts), initial=begun, desc="synthesize"):
+    for file in progress(writer.left, total=len(prompts), initial=len(writer.files), desc="synthesize"):
         generator = generator_for(seed, "synthesize", int(file.name.partition(":")[0]))
         latents = training.generate_latents(pipe, file.caption, clip, steps, guidance, generator)
         sample = _on_cpu({"latents": latents, **training.encode_prompt(pipe, file.caption)}, file.name)

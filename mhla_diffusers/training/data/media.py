@@ -25,7 +25,6 @@ from ...files import (
     visible_files,
 )
 from ...generation.pixels import UnreadableMediaError, opened_video, read_picture, shown_pixels, shown_shape
-from ...reporting import times
 from .cache import CachedClip, SourceFile
 from .clips import Clips
 
@@ -34,9 +33,6 @@ logger = logging.getLogger(__name__)
 _SUFFIXES = VIDEO_SUFFIXES + IMAGE_SUFFIXES
 _JITTER = 1e-3
 """Seconds that containers round timestamps to; of two frames that are equally near but for that, the earlier one."""
-
-ReadClip = tuple[torch.Tensor, float]
-"""Pixels of a clip or picture, uint8 (3, frames, height, width), and the second of the video at which it begins."""
 
 
 def find_media(folder: Path, orders: int = 1) -> list[SourceFile]:
@@ -111,11 +107,11 @@ def _metadata(folder: Path) -> dict[str, str] | None:
 
 
 def read_files(
-    folder: Path, files: Sequence[SourceFile], clips: Clips, keep: Callable[[SourceFile, ReadClip], CachedClip]
+    folder: Path, files: Sequence[SourceFile], clips: Clips, keep: Callable[[SourceFile, torch.Tensor], CachedClip]
 ) -> Iterator[SourceFile]:
-    """Yield each file once ``keep`` had all of its clips; a thread reads one clip ahead."""
+    """Yield each file once ``keep`` had all of its clips, as :func:`read_clips`; a thread reads one clip ahead."""
 
-    def read() -> Iterator[tuple[SourceFile, ReadClip | str | None]]:
+    def read() -> Iterator[tuple[SourceFile, torch.Tensor | str | None]]:
         for file in files:
             problem = file.problem
             try:
@@ -131,7 +127,7 @@ def read_files(
         while (read_one := ahead.result()) is not None:
             ahead = pool.submit(next, found, None)
             file, clip = read_one
-            if isinstance(clip, tuple):
+            if isinstance(clip, torch.Tensor):
                 kept.append(keep(file, clip))
             else:
                 problem = f"after {len(kept)} clips: {clip}" if kept and clip else clip
@@ -139,8 +135,8 @@ def read_files(
                 kept = []
 
 
-def read_clips(file: Path, clips: Clips) -> Iterator[ReadClip]:
-    """Yield the clips of a video, or a picture, resized to cover the size and center-cropped.
+def read_clips(file: Path, clips: Clips) -> Iterator[torch.Tensor]:
+    """Yield the clips of a video, or a picture, resized and center-cropped: uint8 (3, frames, height, width).
 
     Holds no more frames than the longest clip has. UnreadableMediaError, also after some clips, with the reason why the
     file, or its rest, cannot be used.
@@ -155,22 +151,13 @@ def read_clips(file: Path, clips: Clips) -> Iterator[ReadClip]:
         raise UnreadableMediaError(f"an animated image of {count} frames; convert it to a video, such as MP4")
     if 1 not in clips.frames:
         raise UnreadableMediaError(f"an image, but the shortest clip has {clips.frames[0]} frames")
-    height, width = _size_of((picture.height, picture.width), clips)
+    height, width = clips.size_for(picture.height, picture.width)
     fitted = ImageOps.fit(picture, (width, height), method=Image.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-    yield pixels.view(height, width, 3).permute(2, 0, 1)[:, None], 0.0
+    yield pixels.view(height, width, 3).permute(2, 0, 1)[:, None]
 
 
-def _size_of(shape: tuple[int, int], clips: Clips) -> tuple[int, int]:
-    """Return the size that a file of a shape is cut to."""
-    size = clips.size_for(*shape)
-    scale = max(size[0] / shape[0], size[1] / shape[1])
-    if scale > 1 and not clips.upscale:
-        raise UnreadableMediaError(f"too small: {times(shape)} would be upscaled {scale:.3g} times to {times(size)}")
-    return size
-
-
-def _read_video(file: Path, clips: Clips) -> Iterator[ReadClip]:
+def _read_video(file: Path, clips: Clips) -> Iterator[torch.Tensor]:
     """Join the frames nearest to 0, 1 / fps, 2 / fps, … seconds to clips."""
     count, found, longest = 0, 0, clips.frames[-1]
     begun: dict[int, list[torch.Tensor]] = {}  # clips that lack frames, by the number of their first
@@ -178,7 +165,7 @@ def _read_video(file: Path, clips: Clips) -> Iterator[ReadClip]:
         stream.thread_type = "AUTO"
         for count, frame in enumerate(frames_at(container.decode(stream), clips.fps), start=1):
             if count == 1:
-                size = _size_of(shown_shape(frame, stream), clips)
+                size = clips.size_for(*shown_shape(frame, stream))
                 if 0 < (rate := float(stream.average_rate or 0)) < 0.9 * clips.fps and longest > 1:
                     logger.warning("%s has %g frames per second, so at %g some are repeated.", file, rate, clips.fps)
             if count == 1 or (clips.stride and (count - 1) % clips.stride == 0):
@@ -189,15 +176,15 @@ def _read_video(file: Path, clips: Clips) -> Iterator[ReadClip]:
                 taken.append(pixels)
                 if len(taken) == longest or (len(taken) in clips.frames and not clips.longest):
                     found += 1
-                    yield torch.stack(taken, dim=1), first / clips.fps
+                    yield torch.stack(taken, dim=1)
                 if len(taken) == longest:
                     del begun[first]
             if not begun and clips.stride is None:
                 return
-    for first, taken in begun.items() if clips.longest else ():
+    for taken in begun.values() if clips.longest else ():
         if fitting := [length for length in clips.frames if length <= len(taken)]:
             found += 1
-            yield torch.stack(taken[: fitting[-1]], dim=1), first / clips.fps
+            yield torch.stack(taken[: fitting[-1]], dim=1)
     if not found:
         raise UnreadableMediaError(
             f"too short: {count} frames at {clips.fps:g} fps, but the shortest clip has {clips.frames[0]}"

@@ -71,7 +71,7 @@ def test_videos_become_samples_that_train(wan: Saved, videos: Path, tmp_path: Pa
     assert [file.name for file in files if file.clips] == ["0.mp4", "1.mp4", "3.mp4"]
     assert [file.name for file in files if file.problem] == ["2.mp4"]
     cache = LatentCache(tmp_path / "cache")
-    ((pixels, _),) = read_clips(videos / "1.mp4", WAN_CLIP)
+    (pixels,) = read_clips(videos / "1.mp4", WAN_CLIP)
     with torch.no_grad():
         raw = wan[0].vae.encode(pixels[None].float() / 127.5 - 1).latent_dist.mode()[0]
     assert torch.allclose(cache[1]["latents"] * 0.5 + 0.1, raw, atol=1e-5)
