@@ -144,7 +144,7 @@ def _set(content: Any, override: str) -> None:
 def parse_assignment(text: str) -> tuple[str, Any]:
     """Split ``key=value``, whose value is YAML; ValueError for another form."""
     key, separator, value = text.partition("=")
-    check(bool(key and separator), f"{text!r} must look like key=value, such as num_frames=81.")
+    check(bool(key and separator), f"{text!r} must look like key=value.")
     return key, parse_yaml(value, repr(text))
 
 

@@ -77,7 +77,7 @@ class Case:
         sides = ("height", self.height, side, 0), ("width", self.width, side, 0)
         for name, given, step, more in (*sides, ("frames", self.frames, model.temporal_stride, 1)):
             if given is not None and (given < 1 or (given - more) % step):
-                below = (given - more) // step * step + more
+                below = max((given - more) // step * step, 0 if more else step) + more
                 multiple = f"a multiple of {step}{', plus 1,' if more else ''} for {model.name}"
                 raise ValueError(f"{name}={given} must be {multiple}; the nearest are {below} and {below + step}.")
         if self.family.squares_only and self.height != self.width:

@@ -94,12 +94,15 @@ def print_model(
     _say(f"patched: {summary_of(config)}")
     _say(f"one forward: {cost} → {cost_after}, so at most {whole / left:.2f} times faster")
     if config.has_dense_steps:
-        _say(f"{dense_in_words(config, steps)}: a call at most {config.call_speedup(whole, left, steps):.2f}")
+        most = config.call_speedup(whole, left, steps)
+        _say(f"{dense_in_words(config, steps)}: a call is at most {most:.2f} times faster")
     rows = [(part, *(scaled(x, 1000, "") for x in (plain[part], patched[part]))) for part in plain if plain[part]]
     rows.append(("forward", scaled(whole, 1000, ""), scaled(left, 1000, "")))
     _print_table("\nFLOPs of one forward", ["part", "unpatched", "patched"], rows, right=True)
     part = plain["self-attention"] / whole
-    _say(f"\nSelf-attention is {part:.0%} of the forward; without it, at most {1 / (1 - part):.2f} times faster.")
+    _say(
+        f"\nSelf-attention is {part:.0%} of the forward; without it, that is at most {1 / (1 - part):.2f} times faster."
+    )
     if len(cases) > 1:
         lines = []
         for one in cases:

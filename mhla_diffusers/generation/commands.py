@@ -24,7 +24,7 @@ def generate_command(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder; default: outputs/<family>.")] = None,
     seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="Noise seed, default 0; repeat for more samples.")
+        list[int] | None, typer.Option("--seed", min=0, help="Noise seed, default 0; repeat for more samples.")
     ] = None,
 ) -> None:
     """Generate images or videos, one per prompt and seed. Resumes where it stopped; accelerate launch shares the work.

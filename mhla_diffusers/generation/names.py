@@ -80,7 +80,10 @@ def call_options(
 def patch_options(
     change: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Setting of the patch to change, such as density=0.05; repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Setting of the patch (without --patch, the family's), such as density=0.05; repeatable.",
+        ),
     ] = None,
 ) -> dict[str, Any]:
     """Return settings that change those of a patch, as ``patch_settings``."""

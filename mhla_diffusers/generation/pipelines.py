@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
@@ -26,6 +27,9 @@ _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
 _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
 """Arguments of a pipeline's call that are set elsewhere, or that would change what it returns."""
+_NOT_TEXT = re.compile(r"callback.*|latents|.*_embeds.*|.*_mask")
+"""Arguments that take functions and tensors."""
+_WHOLE = ("num_inference_steps", "height", "width", "num_frames", "video_length")
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,7 @@ class PipelineChoice:
         if self.tiny is not None:
             found |= self.tiny.call_settings | ({"num_frames": FRAMES} if "num_frames" in found else {})
         found |= self.settings
-        names = ("num_inference_steps", "height", "width", "num_frames", "video_length", *guidance)
-        return {name: found[name] for name in names if isinstance(found.get(name), int | float)}
+        return {name: found[name] for name in (*_WHOLE, *guidance) if isinstance(found.get(name), int | float)}
 
     @property
     def summary(self) -> str:
@@ -103,7 +106,7 @@ class PipelineChoice:
     def check(self, *more: str) -> None:
         """Check the patch, and the settings of the pipeline's call and ``more`` arguments by its class alone.
 
-        ValueError also for an argument that is set elsewhere, and for text where the default is a number.
+        ValueError also for an argument that is set elsewhere, and for what is no number where the default is one.
         """
         if self.patch is None:
             self.of_family.complete(self.patch_settings)
@@ -111,13 +114,15 @@ class PipelineChoice:
             load_patch(self.patch).patch.replace(**self.patch_settings)
         pipeline = self.pipeline_class()
         defaults = {name: x.default for name, x in inspect.signature(pipeline.__call__).parameters.items()}
-        known = [name for name in defaults if name not in _GIVEN]
+        known = [name for name in defaults if name not in _GIVEN and not _NOT_TEXT.fullmatch(name)]
+        for name in _GIVEN.intersection(self.settings, defaults):
+            raise ValueError(f"{name} is not set here: prompts, seeds and outputs have arguments of their own.")
         check_names([*self.settings, *more], known, f"setting of a call of {pipeline.__name__}")
         for name, value in self.settings.items():
-            fits = not isinstance(value, str) or type(defaults[name]) not in (int, float)
-            if name == "num_inference_steps":
-                fits = isinstance(value, int) and value > 0
-            check(fits, f"{name}={value!r} must be a number, such as {defaults[name]}.")
+            if name in _WHOLE:
+                check(type(value) is int and value > 0, f"{name}={value!r} must be a whole number of at least 1.")
+            elif type(defaults[name]) in (int, float) or name.startswith("guidance_scale"):
+                check(type(value) in (int, float), f"{name}={value!r} must be a number.")
 
     def pipeline_class(self) -> Any:
         """Return the class of the pipeline, read without its weights; raises ValueError if diffusers lacks it."""

@@ -69,7 +69,7 @@ def clip_options(
         bool,
         typer.Option(
             "--longest",
-            help="Cut only the longest clip up to --frames that a video has frames for; a second --frames: at least.",
+            help="Cut only the longest clip up to --frames that a video has frames for, none below a second --frames.",
         ),
     ] = False,
     upscale: Annotated[
@@ -147,7 +147,7 @@ def synthesize_command(
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; default: the model's.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 50,
     guidance: Annotated[float, typer.Option(min=0, help="Guidance scale.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Noise seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Noise seed.")] = 0,
     device: _Device = "auto",
     precision: _Precision = "bf16",
 ) -> None:

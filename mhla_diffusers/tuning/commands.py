@@ -14,11 +14,13 @@ def tune_command(
     prompts: Annotated[Path, typer.Option(help="File with two to ten prompts, one per line, most typical first.")],
     options: dict[str, Any],
     seed: Annotated[int, typer.Option(min=0, help="Noise seed of every call.")] = 0,
-    psnr: Annotated[float | None, typer.Option(help="Target in dB to the unpatched clips; default: 30.")] = None,
+    psnr: Annotated[
+        float | None, typer.Option(help="Target PSNR against the unpatched clips, in dB; default: 30.")
+    ] = None,
     speedup: Annotated[
         float | None, typer.Option(help="Target speedup over the unpatched model, instead of --psnr.")
     ] = None,
-    minutes: Annotated[float, typer.Option(help="Start no call after this many minutes.")] = 30,
+    minutes: Annotated[float, typer.Option(min=0, help="Start no call after this many minutes.")] = 30,
     output: Annotated[Path | None, typer.Option(help="Folder of the run; default: outputs/tune/<model>.")] = None,
 ) -> None:
     """Find settings for a model, on your GPU with your prompts. Resumes where it stopped.

@@ -220,7 +220,7 @@ def test_what_is_encoded_is_what_was_announced(tmp_path: Path) -> None:
     to = ("--output", tmp_path / "latents", "--precision", "no")
     encoded = _cli("encode", "--model", "tiny-wan", "--source", videos, *to, *options)
     after = _cli("data", tmp_path / "latents", "--model", "tiny-wan")
-    assert f"{videos}: 3 of 7 files are used, as 3 clips." in before
+    assert f"{videos}: 3 of 7 files are used; clips: 3." in before
     found = [[line.split() for line in text.split("\n\n")[1].splitlines()] for text in (before, encoded, after)]
     assert found[0] == found[1] == found[2]
     header, *rows = found[0]

@@ -15,7 +15,7 @@ def summarize(source: object, files: Sequence[SourceFile], model: DataModel | No
     """Return a table of clips by bucket, and the files left out; a model adds columns for latents and tokens."""
     used = [file for file in files if file.clips]
     clips = [clip for file in used for clip in file.clips]
-    lines = [f"{source}: {len(used)} of {len(files)} files are used, as {len(clips)} clips."]
+    lines = [f"{source}: {len(used)} of {len(files)} files are used; clips: {len(clips)}."]
     rows = []
     for bucket, count in sorted(Counter(clip.bucket for clip in clips).items()):
         rows.append([times(bucket[1:]), str(bucket[0]), str(count)])
