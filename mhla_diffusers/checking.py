@@ -34,7 +34,7 @@ def check(
     """
     place, kind = device_and_type(device, dtype)
     on_cpu = place.type == "cpu"
-    case = choose_cases([model], size and [size], None if frames is None else [frames], smallest=True)[0]
+    case = choose_cases(model, size, frames)[0]
     if case.family.computes != "softmax":
         raise ValueError(
             f"{model}'s own attention is {case.family.computes}; mhla check compares with softmax. Give wan2.1-1.3b, "

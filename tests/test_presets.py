@@ -65,7 +65,7 @@ def test_unknown_patches_give_the_nearest_names_and_what_else_is_allowed(tmp_pat
         load_patch("wan2.1-t2v")
     assert len([one for one in patch_names() if repr(one) in str(raised.value)]) == 3
     with refused("`mhla info` lists all"):
-        choose_cases(["zzz"])
+        choose_cases("zzz")
     with refused("runs/first/result", "does not exist"):
         load_patch("runs/first/result")
     with refused("nowhere.yaml", error=FileNotFoundError):

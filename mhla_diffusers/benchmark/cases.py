@@ -1,7 +1,6 @@
 """Benchmark cases: a model with random weights at one size, and its self-attention alone."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 
 from ..attention.costs import AttentionSizes
-from ..attention.layout import check_layout
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..errors import check_names
 from ..families import Family, Model, families, get_family
@@ -35,9 +33,6 @@ class Shape:
     """None where the model's own attention is linear."""
     rope: bool = False
     """Whether MHLA is called with RoPE, as the model calls it."""
-
-    def __post_init__(self) -> None:
-        check_layout(self.grid, self.blocks)
 
     @property
     def tokens(self) -> int:
@@ -165,24 +160,15 @@ def models() -> dict[str, Model]:
     return {model.name: model for family in families() for model in family.models}
 
 
-def choose_cases(
-    names: Sequence[str],
-    sizes: Sequence[str] | None = None,
-    frames: Sequence[int] | None = None,
-    *,
-    smallest: bool = False,
-) -> list[Case]:
-    """Return every model at every size, such as "480x832" or "512", and number of frames; by default the model's own.
+def choose_cases(name: str, size: str | None = None, frames: int | None = None) -> list[Case]:
+    """Return a model at a size, such as "480x832" or "512", and number of frames; by default at each of its own sizes.
 
-    With ``smallest`` the first of its sizes alone. ValueError for an unknown model, or a size that it does not take.
+    ValueError for an unknown model, or a size that it does not take.
     """
-    cases = []
     known = models()
-    check_names(names, list(known), "model", listed_by="mhla info")
-    for model in (known[name] for name in names):
-        if frames and not model.is_video:
-            raise ValueError(f"--frames {frames[0]} is for video models, but {model.name} makes images; leave it out.")
-        counts = (frames or (model.frames,)) if model.is_video else (None,)
-        pixels = [parse_size(text) for text in sizes] if sizes else model.sizes[: 1 if smallest else None]
-        cases += [Case(model, *size, count) for size in pixels for count in counts]
-    return cases
+    check_names([name], list(known), "model", listed_by="mhla info")
+    model = known[name]
+    if frames and not model.is_video:
+        raise ValueError(f"--frames {frames} is for video models, but {name} makes images; leave it out.")
+    sizes = model.sizes if size is None else [parse_size(size)]
+    return [Case(model, *one, (frames or model.frames) if model.is_video else None) for one in sizes]

@@ -16,13 +16,13 @@ _DEFAULT = Path("outputs/benchmark")
 
 
 def case_options(
-    model: Annotated[list[str] | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, …; repeatable.")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="480x832, or 512 for a square; repeatable.")] = None,
-    frames: Annotated[list[int] | None, typer.Option(help="Frames of a video; repeatable.")] = None,
+    model: Annotated[str | None, typer.Option(help="wan2.1-1.3b, sana-0.6b, …; mhla info lists all.")] = None,
+    size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; default: the model's sizes.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     seconds: Annotated[float, typer.Option(min=1e-9, help="Time per variant, within 3 to 30 repetitions.")] = 1.0,
 ) -> dict[str, Any]:
-    """Return which models at which sizes, and how long to measure."""
-    return {"names": model, "sizes": size, "frames": frames, "seconds": seconds}
+    """Return which model at which size, and how long to measure."""
+    return {"model": model, "size": size, "frames": frames, "seconds": seconds}
 
 
 def _measure(
@@ -30,14 +30,16 @@ def _measure(
 ) -> None:
     from ..devices import device_and_type
     from .cases import choose_cases
+    from .correctness import check_operator
     from .measure import Results
 
     device, dtype = device_and_type(options["device"], options["dtype"])
     on_cpu = device.type == "cpu"
-    names = options["names"] or ["dit-s-2" if on_cpu else "wan2.1-1.3b"]
-    cases = choose_cases(names, options["sizes"], options["frames"], smallest=on_cpu)
+    model = options["model"] or ("dit-s-2" if on_cpu else "wan2.1-1.3b")
+    cases = choose_cases(model, options["size"], options["frames"])
     results = Results(command, device, dtype, output, options["seconds"])
-    for case in cases:
+    for case in cases[: 1 if on_cpu else None]:
+        check_operator(case.shape, device, dtype)
         benchmark(case, results, **settings)
     results.finish()
 

@@ -80,7 +80,7 @@ def print_model(
     :func:`print_any_patch`, by default that of ``apply_mhla(pipe)``; ``changes`` replace settings. ``steps`` counts the
     denoising steps of a call, dense ones included.
     """
-    cases = choose_cases([name], size and [size], None if frames is None else [frames])
+    cases = choose_cases(name, size, frames)
     case, family = cases[0], cases[0].family
     _, of_family, config = (None, family.name, family.default_config) if patch is None else _read_patch(patch)
     if of_family not in ("", family.name):

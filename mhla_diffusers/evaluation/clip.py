@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..devices import choose_device
-from ..generation.pipelines import check_network
+from ..generation.pipelines import pipeline_file
 
 
 class ClipScorer:
@@ -18,12 +18,11 @@ class ClipScorer:
     """
 
     def __init__(self, model: str, device: str = "cpu") -> None:
-        from huggingface_hub import try_to_load_from_cache
         from transformers import CLIPModel, CLIPProcessor
 
         self._device = choose_device(device)
-        if not Path(model).is_dir() and try_to_load_from_cache(model, "config.json") is None:
-            check_network()  # since the Hub's client would try for most of a minute
+        if not Path(model).is_dir():
+            pipeline_file(model, "config.json")  # raises at once where the Hub's client would try for most of a minute
         clip, found = CLIPModel.from_pretrained(model, output_loading_info=True)
         if missing := sorted(found["missing_keys"]):  # transformers fills in random values
             raise ValueError(

@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from ..devices import launched_on_cpus
+from ..errors import check
 from ..files import file_hash, folder_for_results
 from ..settings import PositiveInteger, Seed, check_value, differences
 from .pipelines import PipelineChoice, usual_clip
@@ -132,24 +133,17 @@ def generate_share(config: SampleSet) -> Iterator[tuple[Sample, bool]]:
 def _record_with(config: SampleSet) -> Record:
     """Return the folder's record with the samples added; ValueError if its files were made otherwise."""
     folder, record = config.output, read_record(config.output)
-    present = [one for one in record.samples if (folder / one.file).is_file()] if record else []
-    if record is None or not present:  # without samples a record is left over from a run that failed
-        foreign = next((one.file for one in config.samples if (folder / one.file).is_file()), None)
-        if foreign is not None:
-            raise ValueError(f"{folder} has a file {foreign} of another set. Choose an empty folder.")
-        return Record(config.choices, sorted(config.samples, key=lambda one: one.file))
-    changed = [f"{name}={old!r}, now {new!r}" for name, old, new in differences(record.choices, config.choices)]
-    if changed:
-        raise ValueError(
-            f"{folder} has files made with other settings ({'; '.join(changed)}). Choose another output folder."
-        )
-    planned = {sample.file: sample for sample in config.samples}
-    for sample in present:
-        other = planned.get(sample.file, sample)
-        if (other.text, other.seed) != (sample.text, sample.seed):
-            raise ValueError(
-                f"{folder} has another set: there {sample.file} is {sample.text!r} with seed {sample.seed}, here "
-                f"{other.text!r} with {other.seed}. Choose another output folder."
-            )
-    listed = {sample.file: sample for sample in present} | planned
-    return Record(record.choices, [listed[file] for file in sorted(listed)])
+    made = {one.file: one for one in record.samples if (folder / one.file).is_file()} if record else {}
+    # without samples a record is left over from a run that failed
+    changed = list(differences(record.choices, config.choices)) if record and made else []
+    planned = {one.file: one for one in config.samples}
+    for file, sample in planned.items():
+        if file in made:
+            before, now = ({"text": one.text, "seed": one.seed} for one in (made[file], sample))
+            changed += differences(before, now, file)
+        else:
+            check(not (folder / file).is_file(), f"{folder} has a file {file} of another set. Choose an empty folder.")
+    said = "; ".join(f"{name}={old!r}, now {new!r}" for name, old, new in changed)
+    check(not said, f"{folder} has files that were made otherwise ({said}). Choose another output folder.")
+    listed = made | planned
+    return Record(config.choices, [listed[file] for file in sorted(listed)])

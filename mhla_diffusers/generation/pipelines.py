@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..families import Clip, Family, families, find_family, get_family, supporte
 from ..files import fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..tiny import TINY, TinyPipeline, pipeline_folder
-from ..tiny.pipelines import FRAMES, FRAMES_PER_SECOND
+from ..tiny.pipelines import FRAMES, FRAMES_PER_SECOND, tiny_pipeline
 
 _NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
@@ -52,23 +53,13 @@ class PipelineChoice:
 
     def __post_init__(self) -> None:
         family_named(self.family)
-        if not self.model and self.family not in TINY:
-            raise ValueError(
-                f"family={self.family!r} has no tiny pipeline; give model, the Hub id or folder of a pipeline. Tiny "
-                f"ones exist for: {', '.join(TINY)}."
-            )
-        object.__setattr__(self, "model", self.model or f"tiny-{self.family}")
+        object.__setattr__(self, "model", self.model or f"tiny-{tiny_pipeline(self.family).name}")
         device_and_type(self.device, self.dtype)
 
     @property
     def of_family(self) -> Family:
         """The registered family."""
         return family_named(self.family)
-
-    @property
-    def tiny(self) -> TinyPipeline | None:
-        """The tiny pipeline that is asked for; None for any other."""
-        return tiny_of(self.model)
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -90,8 +81,8 @@ class PipelineChoice:
         """Steps, size, frames and guidance of the call, as far as they are known before it, defaults included."""
         guidance = self.of_family.calling.guidance_arguments(1.0)
         found = {name: x.default for name, x in inspect.signature(self.pipeline_class().__call__).parameters.items()}
-        if self.tiny is not None:
-            found |= self.tiny.call_settings | ({"num_frames": FRAMES} if "num_frames" in found else {})
+        if tiny := tiny_of(self.model):
+            found |= tiny.call_settings | ({"num_frames": FRAMES} if tiny.is_video else {})
         found |= self.settings
         return {name: found[name] for name in (*_WHOLE, *guidance) if isinstance(found.get(name), int | float)}
 
@@ -145,8 +136,8 @@ class PipelineChoice:
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
         """Call the pipeline and return a sample per prompt; ``num_frames`` is how many frames come out."""
-        defaults = {} if self.tiny is None else self.tiny.call_settings
-        settings = {**defaults, **self.settings, **arguments}
+        tiny = tiny_of(self.model)
+        settings = {**(tiny.call_settings if tiny else {}), **self.settings, **arguments}
         if (frames := self.settings.get("num_frames")) is not None:
             settings["num_frames"] = self.of_family.calling.asked_frames(pipe, frames)
         return self.of_family.calling.call(pipe, prompts, generators, **settings)
@@ -287,28 +278,16 @@ def pipeline_file(model: str, name: str) -> Path:
             raise FileNotFoundError(f"{model} is not a diffusers pipeline: {name} is missing.")
         return Path(model, name)
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     try:
         if not isinstance(try_to_load_from_cache(model, name), str):
-            check_network()  # since the Hub's client would try for half a minute
+            check(not HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set, and the files are not in the cache.")
+            with suppress(HTTPError):  # an answer too; without any the Hub's client would try for half a minute
+                urlopen(Request(ENDPOINT, method="HEAD"), timeout=5).close()
         return Path(hf_hub_download(model, name))
     except (OSError, ValueError) as error:
         near = nearest(model, [f"tiny-{name}" for name in TINY]) if "/" not in model else ""
         raise FileNotFoundError(
-            f"{model} is neither a local folder nor a pipeline that could be read from the Hub{near and f' ({near})'}: "
-            f"{error}"
+            f"{model} is neither a local folder nor could it be read from {ENDPOINT}{near and f' ({near})'}: {error}"
         ) from error
-
-
-def check_network() -> None:
-    """Raise OSError if the Hub, or a proxy on the way to it, does not answer within five seconds."""
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE:
-        raise OSError("HF_HUB_OFFLINE is set, and the files are not in the cache.")
-    try:
-        urlopen(Request(ENDPOINT, method="HEAD"), timeout=5).close()
-    except HTTPError:
-        return  # an answer too
-    except OSError as error:
-        raise OSError(f"cannot connect to {ENDPOINT} ({error}), and the files are not in the cache.") from error

@@ -50,5 +50,5 @@ TINY: dict[str, TinyPipeline] = {
 def tiny_pipeline(name: str) -> TinyPipeline:
     """Return the description of the tiny pipeline of a name, such as that of a family; ValueError without one."""
     if name not in TINY:
-        raise ValueError(f"family={name!r} has no tiny pipeline; allowed: {', '.join(TINY)}.")
+        raise ValueError(f"family={name!r} has no tiny pipeline; give model, or one of: {', '.join(TINY)}.")
     return TINY[name]

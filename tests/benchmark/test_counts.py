@@ -32,7 +32,7 @@ def counted(case, change=lambda transformer: None):
 @pytest.mark.parametrize("name", ["wan2.1-1.3b", "flux-dev", "sd3.5-large", "pixart-alpha-xl-2", "sana-1.6b"])
 def test_the_flops_of_a_forward_are_those_that_pytorch_counts(name):
     """Without embeddings, modulation and the last layer."""
-    case = choose_cases([name])[0]
+    case = choose_cases(name)[0]
     assert sum(case.flops().values()) == pytest.approx(counted(case), rel=0.008)
 
 

@@ -20,7 +20,7 @@ SMALL = ("--model", "tiny-wan")
 
 
 def shape_of(model, size):
-    (case,) = choose_cases([model], [size])
+    (case,) = choose_cases(model, size)
     return case.shape
 
 

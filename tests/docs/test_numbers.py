@@ -92,7 +92,7 @@ def test_flops_of_sparse_attention_and_mhla():
     assert len(rows) == 4
     for name, tokens, *numbers in rows:
         model, size = name.split(",")[0].lower(), name.split()[-1]
-        (case,) = choose_cases([model], [size])
+        (case,) = choose_cases(model, size)
         mhla, sparse = (
             load_patch(f"wan2.1-t2v-1.3b{ending}").patch.sizes_on(case.grid, case.model.heads, case.model.head_dim)
             for ending in ("", "-sparse")
