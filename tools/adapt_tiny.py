@@ -16,7 +16,7 @@ import torch
 
 from mhla_diffusers.config import CausalConfig, patch_folder
 from mhla_diffusers.files import write_json, write_tensors
-from mhla_diffusers.generation.pipelines import load_result
+from mhla_diffusers.generation.pipelines import put_on
 from mhla_diffusers.patching import save_mhla
 from mhla_diffusers.tiny import load_tiny
 from studies.adaptation.adaptation import (
@@ -80,7 +80,7 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
     if (folder / ADAPTED_RECORD).is_file():
         return folder
     trained, base, saved, halved = (load_tiny(name) for _ in range(4))
-    load_result(trained, run / "result")
+    put_on(trained, str(run / "result"))
     if variant.patch is None:
         folder.mkdir(parents=True, exist_ok=True)
         state, before = trained.transformer.state_dict(), base.transformer.state_dict()
@@ -88,10 +88,10 @@ def adapt(adaptation: Adaptation, variant: Variant, runs: tuple[dict[str, Any], 
         write_tensors(changed, folder / ADAPTED_CONTROL)
         load_control(saved.transformer, folder / ADAPTED_CONTROL)
     else:
-        load_result(halved, run / "result")
+        put_on(halved, str(run / "result"))
         halved.transformer.half()
         save_mhla(halved, folder, base_model=f"tiny-{name}")
-        load_result(saved, folder)
+        put_on(saved, str(folder))
     *transfer, end_to_end = runs
     record = {
         "command": f"python tools/adapt_tiny.py {name} --seed {adaptation.seed}",

@@ -25,7 +25,7 @@ UNPATCHED = "unpatched"
 def patched(pipe: Any, patch: str | PatchConfig | None, changes: Mapping[str, Any]) -> Iterator[None]:
     """Context in which the pipeline is patched, as :func:`put_on` does, unless by None; restores it afterwards."""
     if patch is not None:
-        put_on(pipe, patch, changes)
+        put_on(pipe, patch, **changes)
     try:
         yield
     finally:

@@ -53,8 +53,6 @@ def plan_samples(
     for place, (prompt, image) in enumerate(zip(prompts, images or [None] * len(prompts), strict=True)):
         name = name_of_prompt(prompt)
         if image is not None:
-            if not image.is_file():
-                raise FileNotFoundError(f"Image {image} was not found; give the path of an existing file.")
             name = f"{name}-{file_hash(image)[:8]}"  # another picture is another file
         shown = None if image is None else str(image)
         samples += [Sample(f"{place:04d}-{seed}-{name}{suffix}", prompt, shown, seed) for seed in seeds]

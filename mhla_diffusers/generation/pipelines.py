@@ -1,10 +1,8 @@
 """Choosing, loading and patching a pipeline; reading facts about a pipeline without loading it."""
 
-import hashlib
 import inspect
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
@@ -19,12 +17,11 @@ from ..config import PatchConfig, adapted_patches, load_patch
 from ..devices import FLOAT_TYPES, choose_device, device_and_type
 from ..errors import check, check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
-from ..files import fingerprint, read_json
+from ..files import file_hash, fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..tiny import TINY, TinyPipeline, pipeline_folder
 from ..tiny.pipelines import FRAMES, FRAMES_PER_SECOND, tiny_pipeline
 
-_NOT_IDENTITY = {"torch_dtype", "dtype", "transformers_version"}
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
 _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
 """Arguments of a pipeline's call that are set elsewhere, or that would change what it returns."""
@@ -131,7 +128,7 @@ class PipelineChoice:
             raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
         self.of_family.calling.prompt_arguments(pipe, prompts)  # raises for an unknown class
         if self.patch is not None or self.patch_settings:
-            put_on(pipe, self.patch, self.patch_settings)
+            put_on(pipe, self.patch, **self.patch_settings)
         return pipe
 
     def call(self, pipe: Any, prompts: Sequence[str], generators: Sequence[torch.Generator], **arguments: Any) -> Any:
@@ -178,30 +175,24 @@ def has_weights(patch: str) -> bool:
     return patch in adapted_patches() or Path(patch).is_dir() or ("/" in patch and not is_file)
 
 
-def put_on(pipe: Any, patch: str | PatchConfig | None, settings: Mapping[str, Any]) -> None:
-    """Patch a pipeline with what :attr:`PipelineChoice.patch` takes or a config, and settings that change it."""
+def put_on(pipe: Any, patch: str | PatchConfig | None, **settings: Any) -> None:
+    """Patch a pipeline with what :attr:`PipelineChoice.patch` takes or a config, and settings that change it.
+
+    The folder of a whole trained transformer puts that in the pipeline. ValueError for another model's weights.
+    """
     if not isinstance(patch, str) or not has_weights(patch):
         apply_mhla(pipe, patch, **settings)
         return
-    load_result(pipe, patch)
+    folder, kind = Path(patch), type(pipe.transformer)
+    if (folder / "config.json").is_file() and not (folder / PATCH_FILE).is_file():
+        made_for = read_json(folder / "config.json").get("_class_name")
+        check(made_for == kind.__name__, f"{folder} holds a {made_for}, but the pipeline has a {kind.__name__}.")
+        trained = kind.from_pretrained(folder, dtype=pipe.transformer.dtype)
+        pipe.transformer = trained.to(pipe.transformer.device)
+    else:
+        load_mhla(pipe, folder)
     if settings:
         change_mhla(pipe, **settings)
-
-
-def load_result(pipe: Any, result: str | Path) -> None:
-    """Load a trained patch, by name, folder or Hub id, or the folder of a whole trained transformer into a pipeline.
-
-    ValueError for another model's weights.
-    """
-    folder = Path(result)
-    if not (folder / "config.json").is_file() or (folder / PATCH_FILE).is_file():
-        load_mhla(pipe, folder)
-        return
-    made_for = read_json(folder / "config.json").get("_class_name")
-    if made_for != type(pipe.transformer).__name__:
-        raise ValueError(f"{folder} holds a {made_for}, but the pipeline has a {type(pipe.transformer).__name__}.")
-    trained = type(pipe.transformer).from_pretrained(folder, dtype=pipe.transformer.dtype)
-    pipe.transformer = trained.to(pipe.transformer.device)
 
 
 def component_identity(model: str, component: str) -> str:
@@ -209,10 +200,7 @@ def component_identity(model: str, component: str) -> str:
     _, name = _index(model).get(component) or (None, None)
     if name is None:
         return "none"
-    config = read_json(pipeline_file(model, f"{component}/config.json"))
-    kept = {key: value for key, value in config.items() if not key.startswith("_") and key not in _NOT_IDENTITY}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-    return f"{name} (configuration {digest[:12]})"
+    return f"{name} (configuration {file_hash(pipeline_file(model, f'{component}/config.json'))[:12]})"
 
 
 def _index(model: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from mhla_diffusers import load_mhla
 from mhla_diffusers.cli import app
 from mhla_diffusers.families import Clip
-from mhla_diffusers.generation.pipelines import load_result
+from mhla_diffusers.generation.pipelines import put_on
 from mhla_diffusers.training import TrainingConfig
 from mhla_diffusers.training.data.cache import CacheWriter, LatentCache, SourceFile, read_index
 from mhla_diffusers.training.finetune import export_checkpoint, finetune
@@ -101,7 +101,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     _cli(*shlex.split(command))
     assert _files(tmp_path / "middle") != _files(run / "result")
     pipe = WanPipeline.from_pretrained(model)  # as the run, since rounding depends on where weights lie in memory
-    load_result(pipe, tmp_path / "middle")
+    put_on(pipe, str(tmp_path / "middle"))
     sample = prompt_sampler(pipe, ["a blue ball"], Clip(5, 16.0, ((32, 32),)), 2, "transformer")
     sample(pipe.transformer, tmp_path / "made")
     assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
@@ -109,7 +109,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
         export_checkpoint(run, tmp_path / "last")
     if "patch=null" in changes:
         with refused("WanTransformer3DModel"):
-            load_result(sana_pipeline(), run / "result")
+            put_on(sana_pipeline(), str(run / "result"))
 
 
 def _files(folder: Path) -> dict[str, bytes]:
