@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,7 @@ def written_aside(file: Path) -> Iterator[Path]:
     It has the suffix of ``file``, because writers depend on it, and the process id, because two processes may write.
     """
     aside = file.with_name(f".{os.getpid()}-{file.name}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(file, error.strerror) from error
+    file.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield aside
         aside.replace(file)
@@ -97,28 +94,17 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def check_writable(folder: Path) -> None:
-    """Create a folder; OSError with the reason if nothing can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another process may check at the same time
-    except OSError as error:
-        raise OSError(f"Cannot write to the output folder {folder}: {error.strerror}. Choose another one.") from error
-
-
 @contextmanager
 def folder_for_results(folder: Path, lock: bool = True) -> Iterator[None]:
-    """Context with a writable folder, removed again if it was created and stays empty.
+    """Context with a folder, made if it is missing; OSError if another run has it, or nothing can be written there.
 
-    OSError if it is not writable, or if another run has it. Only one of several processes may ``lock`` it.
+    Only one of several processes may ``lock`` it.
     """
     from filelock import FileLock, Timeout
 
-    made, file = [place for place in (folder, *folder.parents) if not place.exists()], folder / ".lock"
+    file = folder / ".lock"
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        check_writable(folder)
         with FileLock(file, timeout=0) if lock else nullcontext():
             try:
                 yield
@@ -127,10 +113,6 @@ def folder_for_results(folder: Path, lock: bool = True) -> Iterator[None]:
                     file.unlink(missing_ok=True)  # while it is held; who has opened it meanwhile finds that it is gone
     except Timeout:
         raise OSError(f"Another run is writing into {folder}. Wait for it, or choose another folder.") from None
-    finally:
-        for place in made:
-            with suppress(OSError):  # not empty, or removed meanwhile
-                place.rmdir()
 
 
 # Telling whether files have changed

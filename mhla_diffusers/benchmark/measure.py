@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..files import check_writable, write_text
+from ..files import write_text
 from ..reporting import markdown_table, progress, text_table, wrap
 
 _CACHE_BYTES = 2**28
@@ -193,7 +193,7 @@ class Results:
         names = (f"{command}-{number}" if number > 1 else command for number in itertools.count(1))
         self.file = next(folder / name for name in names if not (folder / f"{name}.csv").exists())
         self.rows: list[Row] = []
-        check_writable(self.file.parent)  # before anything is measured
+        folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
 
     def add(self, rows: Sequence[Row]) -> None:
         """Print and write the rows of one case."""

@@ -30,7 +30,7 @@ from mhla_diffusers.config import NOTHING_DENSE, PatchConfig
 from mhla_diffusers.devices import choose_device
 from mhla_diffusers.evaluation.metrics import frechet_distance
 from mhla_diffusers.families import get_family, predict
-from mhla_diffusers.files import check_writable, read_json, write_json, write_tensors, written_aside
+from mhla_diffusers.files import read_json, write_json, write_tensors, written_aside
 from mhla_diffusers.patching import find_patched
 from mhla_diffusers.reporting import require_matplotlib
 from mhla_diffusers.training import ObjectiveWeights, TrainingConfig, ValidationConfig, begin_with, train
@@ -451,7 +451,7 @@ def main() -> None:
         parser.error(f"--output {arguments.output} holds no study; give the folder of one")
     is_finished = True
     if not arguments.report:
-        check_writable(arguments.output)
+        arguments.output.mkdir(parents=True, exist_ok=True)
         device = choose_device("cpu" if arguments.toy else "cuda")
         is_finished = run(Study(TOY if arguments.toy else REAL, device, arguments.output))
     if (arguments.output / "rows").is_dir():
