@@ -40,7 +40,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/mhla bench pipeline --model tiny-wan
+	$(BIN)/mhla bench pipeline --model tiny-wan --set height=128 --set width=128 --set num_frames=21 --repetitions 1
 
 $(VENV)/triton-oldest: $(VENV)/ready
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target $@ triton==$(OLDEST_TRITON)

@@ -5,7 +5,8 @@ python tools/make_tiny.py classifier
 
 Everything comes from the seed: the autoencoder and the text encoder first, then the transformer, through the
 project's own training loop with the loss that its family is trained with. Run again, the command goes on where it was
-interrupted. ``--install`` copies the result to where the package keeps it.
+interrupted. ``--install`` copies the result to where the package keeps it. wan-long, which does not ship, is
+for ``studies/carry``.
 """
 
 import argparse
@@ -24,11 +25,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mhla_diffusers.families import Sample
-from mhla_diffusers.tiny import pipeline_folder
+from mhla_diffusers.tiny import load_tiny, pipeline_folder
 from mhla_diffusers.training import InMemoryData, ObjectiveWeights, TrainingConfig, ValidationConfig, train
 from studies.adaptation.adaptation import digit_latents
 from studies.adaptation.digits import (
-    FRAMES,
+    LONG,
     MOTIONS,
     NAMES,
     TINY,
@@ -56,8 +57,8 @@ class Phase:
     steps: int
     batch_size: int
     learning_rate: float
-    frames: int = FRAMES
-    """Length of the clips; single frames teach the shapes of the digits at a fraction of the cost."""
+    frames: int | None = None
+    """Length of the clips; single frames teach the shapes of the digits at a fraction of the cost. None: all."""
 
 
 class Recipe(ABC):
@@ -68,6 +69,8 @@ class Recipe(ABC):
     """Special token that the tokenizer puts before ("bos_token") or after ("eos_token") a text; empty without text."""
     autoencoder_steps: ClassVar[int] = 400
     training_scenes: ClassVar[int] = 6000
+    training_settings: ClassVar[dict[str, Any]] = {}
+    """Of the training loop, in place of those of :func:`training_config`."""
     phases: ClassVar[tuple[Phase, ...]]
     """How its transformer is trained."""
 
@@ -107,6 +110,10 @@ class Recipe(ABC):
     @abstractmethod
     def assemble(self, parts: dict[str, Any]) -> Any:
         """The pipeline of its parts, by the names of its components."""
+
+    def begin(self, output: Path, seed: int) -> Any:
+        """The pipeline whose transformer is trained: untrained, all else trained, or taken from ``output``."""
+        return build_pipeline(self, _autoencoder(self, output / "autoencoder", seed), seed)
 
 
 class DiT(Recipe):
@@ -336,7 +343,44 @@ class Wan(Recipe):
         return WanPipeline(**parts)
 
 
-RECIPES: dict[str, Recipe] = {"dit": DiT(), "sana": Sana(), "wan": Wan()}
+class WanLong(Wan):
+    """tiny-wan, trained on for longer clips: pieces of them first, then whole ones; half an hour of a core."""
+
+    tiny = LONG
+    training_scenes = 600
+    # what many frames show is seen through more noise
+    training_settings: ClassVar[dict[str, Any]] = {
+        "flow_shift": 5.0,
+        "precision": "bf16",
+        "ema_decay": 0.98,
+        "checkpoint_every": 100,
+    }
+    phases = (Phase("pieces", 200, 6, 1e-3, frames=25), Phase("whole", 360, 2, 6e-4))
+
+    def build_transformer(self) -> Any:
+        """That of tiny-wan, for more positions."""
+        from diffusers import WanTransformer3DModel
+
+        return WanTransformer3DModel.from_config({**super().build_transformer().config, "rope_max_seq_len": 128})
+
+    def build_scheduler(self) -> Any:
+        """Flow matching with shift 5."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler(shift=5.0)
+
+    def begin(self, output: Path, seed: int) -> Any:
+        """tiny-wan with another scheduler, and its weights in the longer transformer."""
+        from diffusers import WanPipeline
+
+        transformer = self.build_transformer()
+        transformer.load_state_dict(load_tiny("wan").transformer.state_dict())
+        return WanPipeline.from_pretrained(
+            pipeline_folder("wan"), transformer=transformer, scheduler=self.build_scheduler()
+        )
+
+
+RECIPES: dict[str, Recipe] = {"dit": DiT(), "sana": Sana(), "wan": Wan(), "wan-long": WanLong()}
 
 
 _PICTURES = 8
@@ -533,23 +577,23 @@ def cut_clips(data: InMemoryData, frames: int, held_out: int) -> InMemoryData:
     return InMemoryData(pieces, empty=data.empty)
 
 
-def training_config(phase: Phase, output: Path, seed: int) -> TrainingConfig:
+def training_config(recipe: Recipe, phase: Phase, output: Path, seed: int) -> TrainingConfig:
     """Settings of the training loop for one phase."""
-    return TrainingConfig(
-        output=str(output),
-        steps=phase.steps,
-        learning_rate=phase.learning_rate,
-        trainable="all",
-        objectives=ObjectiveWeights(diffusion=1.0),
-        scheduler="cosine",
-        warmup_steps=min(50, phase.steps // 2),
-        seed=seed,
-        batch_size=phase.batch_size,
-        ema_decay=0.99,
-        prompt_dropout=0.1,
-        checkpoint_every=250,
-        validation=ValidationConfig(samples=HELD_OUT, every=500),
-    )
+    settings = {
+        "steps": phase.steps,
+        "learning_rate": phase.learning_rate,
+        "trainable": "all",
+        "objectives": ObjectiveWeights(diffusion=1.0),
+        "scheduler": "cosine",
+        "warmup_steps": min(50, phase.steps // 2),
+        "seed": seed,
+        "batch_size": phase.batch_size,
+        "ema_decay": 0.99,
+        "prompt_dropout": 0.1,
+        "checkpoint_every": 250,
+        "validation": ValidationConfig(samples=HELD_OUT, every=500),
+    }
+    return TrainingConfig(output=str(output), **{**settings, **recipe.training_settings})
 
 
 def build_pipeline(recipe: Recipe, autoencoder: Any, seed: int = 0) -> Any:
@@ -573,21 +617,21 @@ def train_pipeline(recipe: Recipe, output: Path, seed: int = 0) -> Any:
     Returns:
         The pipeline, saved to ``output / "pipeline"`` as well.
     """
-    pipe = build_pipeline(recipe, _autoencoder(recipe, output / "autoencoder", seed), seed)
+    pipe = recipe.begin(output, seed)
     data = digit_latents(pipe, recipe.tiny, recipe.training_scenes, HELD_OUT, seed)
     for phase in recipe.phases:
         folder = output / phase.name
         if not (folder / "result").is_dir():
-            _train_phase(pipe, data, phase, folder, seed)
+            _train_phase(recipe, pipe, data, phase, folder, seed)
         pipe.transformer = type(pipe.transformer).from_pretrained(folder / "result")
     pipe.save_pretrained(output / "pipeline")
     return pipe
 
 
-def _train_phase(pipe: Any, data: InMemoryData, phase: Phase, folder: Path, seed: int) -> None:
-    if phase.frames < FRAMES:
+def _train_phase(recipe: Recipe, pipe: Any, data: InMemoryData, phase: Phase, folder: Path, seed: int) -> None:
+    if phase.frames is not None:
         data = cut_clips(data, phase.frames, HELD_OUT)
-    result = train(pipe.transformer, data, training_config(phase, folder, seed), resume="latest")
+    result = train(pipe.transformer, data, training_config(recipe, phase, folder, seed), resume="latest")
     if result.result is None:
         raise SystemExit(f"Stopped after step {result.step}; the same command goes on.")
 
@@ -622,7 +666,7 @@ def main() -> None:
     """Command line of this script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*RECIPES, "classifier"])
-    parser.add_argument("--output", type=Path, help="folder for everything; outputs/tiny-<family> if left out")
+    parser.add_argument("--output", type=Path, help="folder for everything; outputs/tiny-<name> if left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--install", action="store_true", help="make it the one that the package ships")
     arguments = parser.parse_args()

@@ -53,7 +53,7 @@ def benchmark_pipeline(
         folder = adapted_patches().get(name, Path(name))
         if has_weights(name) and folder.is_dir() and not (folder / PATCH_FILE).is_file():  # it would stay in the pipe
             raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
-    texts = prompts or (("3",) if choice.of_family.calling.prompts_are_classes else ("a seven",))
+    texts = prompts or (("3",) if choice.of_family.calling.prompts_are_classes else ("a seven moving left",))
     pipe = choice.load(texts)
     settings = [f"{name}={x}" for name, x in {**choice.settings, **changes}.items()]
     case = ", ".join([choice.model, *settings, *([f"{len(prompts)} prompts"] if prompts else [])])

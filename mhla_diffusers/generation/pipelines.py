@@ -20,7 +20,7 @@ from ..families import Clip, Family, families, find_family, get_family, supporte
 from ..files import file_hash, fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
 from ..tiny import TINY, TinyPipeline, pipeline_folder
-from ..tiny.pipelines import FRAMES, FRAMES_PER_SECOND, tiny_pipeline
+from ..tiny.pipelines import FRAMES_PER_SECOND, tiny_pipeline
 
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
 _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
@@ -79,7 +79,7 @@ class PipelineChoice:
         guidance = self.of_family.calling.guidance_arguments(1.0)
         found = {name: x.default for name, x in inspect.signature(self.pipeline_class().__call__).parameters.items()}
         if tiny := tiny_of(self.model):
-            found |= tiny.call_settings | ({"num_frames": FRAMES} if tiny.is_video else {})
+            found |= tiny.call_settings | ({"num_frames": tiny.frames} if tiny.is_video else {})
         found |= self.settings
         return {name: found[name] for name in (*_WHOLE, *guidance) if isinstance(found.get(name), int | float)}
 
@@ -254,7 +254,7 @@ def usual_clip(model: str, family: Family) -> Clip:
     tiny, usual = tiny_of(model), family.default_clip
     if tiny is None:
         return usual
-    frames, fps = (FRAMES, float(FRAMES_PER_SECOND)) if tiny.is_video else (usual.frames, usual.fps)
+    frames, fps = (tiny.frames, float(FRAMES_PER_SECOND)) if tiny.is_video else (usual.frames, usual.fps)
     return Clip(frames, fps, ((tiny.picture_size, tiny.picture_size),))
 
 

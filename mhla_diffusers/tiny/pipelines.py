@@ -1,15 +1,12 @@
 """The tiny pipelines and how they are called; ``tools/make_tiny.py`` makes them.
 
-Pictures are 64 pixels high and wide, a clip has 9 frames; autoencoders make 4 channels of latents at a quarter of the
-resolution, frame by frame. The transformers of DiT and SANA see 64 tokens of an image, that of Wan 9x8x8 = 576 of a
-clip.
+Pictures are 64 pixels high and wide; autoencoders make 4 channels of latents at a quarter of the resolution, frame by
+frame. The transformers of DiT and SANA see 64 tokens of an image, that of Wan 9x8x8 = 576 of a clip.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-FRAMES = 9
-"""Frames of a clip; the tiny video autoencoder makes a latent frame of each."""
 FRAMES_PER_SECOND = 6
 """At which clips are meant to be played."""
 _SIZE = 64
@@ -33,7 +30,13 @@ class TinyPipeline:
     """Arguments of the pipeline's call that it was trained for."""
     picture_size: int = _SIZE
     """Height and width in pixels of a picture."""
-    is_video: bool = False
+    frames: int = 1
+    """Frames of a sample; the tiny video autoencoder makes a latent frame of each."""
+
+    @property
+    def is_video(self) -> bool:
+        """Whether samples are clips."""
+        return self.frames > 1
 
 
 TINY: dict[str, TinyPipeline] = {
@@ -42,7 +45,7 @@ TINY: dict[str, TinyPipeline] = {
         "sana", "sana", {**_TEXT_CALL, "use_resolution_binning": False, "complex_human_instruction": None}
     ),
     # WanPipeline rounds the number of frames to a multiple of the temporal stride and adds one
-    "wan": TinyPipeline("wan", "wan", {**_TEXT_CALL, "num_frames": FRAMES - 1}, is_video=True),
+    "wan": TinyPipeline("wan", "wan", {**_TEXT_CALL, "num_frames": 8}, frames=9),
 }
 """Name → tiny pipeline."""
 

@@ -8,7 +8,7 @@ in [0, 1]; :func:`to_rgb` makes what a VAE takes.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from mhla_diffusers.tiny import TinyPipeline, tiny_pipeline
-from mhla_diffusers.tiny.pipelines import FRAMES
 
 Split = Literal["train", "held-out"]
 
@@ -127,10 +126,10 @@ class DigitPipeline(TinyPipeline):
         """
         chance = random.Random(f"{seed} {scene.caption}")
         side, scale = self.picture_size, self.picture_size / self.digit_size
-        frames = 1 if scene.motion is None else FRAMES
+        frames = 1 if scene.motion is None else self.frames
         picture = torch.zeros(frames, side, side)
         for label, field in zip(scene.labels, scene.fields(side), strict=True):
-            centres = _path(scene.motion, field, self.digit_size, chance)
+            centres = _path(scene.motion, field, self.digit_size, frames, chance)
             digit = digits.pick(label, chance).expand(frames, -1, -1)
             picture = torch.maximum(picture, _sample(digit, scale, -scale * (2 * centres / side - 1), side))
         return picture
@@ -162,6 +161,15 @@ TINY = {
     ),
 }
 """Name → tiny pipeline."""
+LONG = replace(
+    TINY["wan"],
+    name="wan-long",
+    call_settings=TINY["wan"].call_settings | {"num_frames": 80},
+    frames=81,
+    block_size=64,
+    batch_size=1,
+)
+"""tiny-wan, trained on for clips of 81 frames: 5,184 tokens, whose blocks are those of real sizes. It does not ship."""
 
 
 def to_rgb(picture: torch.Tensor) -> torch.Tensor:
@@ -169,24 +177,27 @@ def to_rgb(picture: torch.Tensor) -> torch.Tensor:
     return (2 * picture - 1).expand(3, *picture.shape)
 
 
-def _path(motion: str | None, field: tuple[int, int, int, int], size: int, chance: random.Random) -> torch.Tensor:
+def _path(
+    motion: str | None, field: tuple[int, int, int, int], size: int, frames: int, chance: random.Random
+) -> torch.Tensor:
     """Draw the centre of a digit in every frame, (F, 2) in pixels, within its field."""
     top, bottom, left, right = field
     axes = []
     for axis, (low, high) in enumerate(((top + size / 2, bottom - size / 2), (left + size / 2, right - size / 2))):
         sign = DIRECTIONS.get(motion or "", (0, 0))[axis]
-        if motion == "bouncing":  # back and forth between two walls at constant speed
-            span = high - low
-            phase = chance.uniform(0, 2 * span) + torch.arange(FRAMES) * chance.choice((-1, 1)) * chance.uniform(3, 6)
+        if motion == "bouncing":  # back and forth between two walls at constant speed, slower in longer clips
+            span, speed = high - low, (9 / frames) ** 0.5
+            start, step = chance.uniform(0, 2 * span), chance.choice((-1, 1)) * chance.uniform(3, 6) * speed
+            phase = start + torch.arange(frames) * step
             axes.append(high - (phase.remainder(2 * span) - span).abs())
         elif sign:  # from one wall to the other at constant speed, give or take a fifth of the way
             slack = (high - low) / 5
-            path = torch.linspace(low + chance.uniform(0, slack), high - chance.uniform(0, slack), FRAMES)
+            path = torch.linspace(low + chance.uniform(0, slack), high - chance.uniform(0, slack), frames)
             axes.append(path if sign > 0 else path.flip(0))
         else:  # at rest near the middle
             slack = min((high - low) / 2, _REST_SLACK)
             middle = (low + high) / 2 + chance.uniform(-slack, slack)
-            axes.append(torch.full((1 if motion is None else FRAMES,), middle))
+            axes.append(torch.full((frames,), middle))
     return torch.stack(axes, dim=1)
 
 

@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from mhla_diffusers.config import PROFILES
+
 HERE = Path(__file__).parent
 SHOWN = {
     "density alone": (lambda row: not row["dense steps"] and not row["cache"], "C7", "s"),
@@ -22,7 +24,7 @@ SHOWN = {
 
 def main() -> None:
     """Draw a panel for each table."""
-    names = "wan-50", "wan-20"
+    names = "wan-50", "wan-20", "wan-long-20"
     figure, axes = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 3.6), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         rows = list(csv.DictReader((HERE / f"{name}.csv").open()))
@@ -41,11 +43,12 @@ def main() -> None:
             )
             if label == "dense steps, corrected":
                 for cost, psnr, row in points:
-                    density = f"{float(row['density']):.1%}".replace(".0%", "%")
-                    axis.annotate(density, (cost, psnr), (3, 4), textcoords="offset points", fontsize=7, color=colour)
-        family, steps = name.split("-")
+                    dense, density = row["dense steps"], f"{float(row['density']):.1%}".replace(".0%", "%")
+                    label = dense if dense in PROFILES else density
+                    axis.annotate(label, (cost, psnr), (3, 4), textcoords="offset points", fontsize=7, color=colour)
+        pipeline, _, steps = name.rpartition("-")
         axis.set(
-            xlabel="keys that a query attends to / N, one pooled key for 32", title=f"tiny-{family}, {steps} steps"
+            xlabel="keys that a query attends to / N, one pooled key for 32", title=f"tiny-{pipeline}, {steps} steps"
         )
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("PSNR to the unpatched samples (dB)")

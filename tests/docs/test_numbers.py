@@ -146,18 +146,26 @@ def test_errors_by_density_are_those_of_the_study():
         assert [float(x) for x in errors] == pytest.approx(expected, abs=0.00051), (label, what)
 
 
-def test_dense_steps_and_caches_are_those_of_the_study():
-    found = measured("carry/wan-50.csv", *CARRY)
-    rows = table_under(RESULTS, "density | dense steps |")
+@pytest.mark.parametrize(
+    ("file", "header"),
+    [("carry/wan-50.csv", "density | dense steps |"), ("carry/wan-long-20.csv", "profile or density | dense steps |")],
+)
+def test_dense_steps_and_caches_are_those_of_the_study(file, header):
+    found = measured(file, *CARRY)
+    rows = table_under(RESULTS, header)
     assert len(rows) >= 8
     for density, dense, cache, cost, psnr, digits in rows:
         every, _, what = dense.removeprefix("every ").partition("th, ")
-        fraction = "" if density == "softmax" else f"{float(density.removesuffix(' %')) / 100:g}"
-        repeated = f"dense_first 1, dense_every {every}" if what else ""
-        row = found[fraction, repeated, {"corrected": "yes", "dropped": "no", "": ""}[what], cache]
-        assert float(cost) == pytest.approx(float(row["cost"]), abs=0.0051)
-        assert float(psnr.partition(" ")[0]) == pytest.approx(float(row["psnr"]), abs=0.051)
-        assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(row["digits"]), abs=0.51)
+        key = "", "", "", cache
+        if (name := density.strip("`")) in PROFILES:
+            key = f"{PROFILES[name].density:g}", name, "yes", ""
+        elif density != "softmax":
+            repeated = f"dense_first 1, dense_every {every}" if what else ""
+            corrected = {"corrected": "yes", "dropped": "no", "": ""}[what]
+            key = f"{float(density.removesuffix(' %')) / 100:g}", repeated, corrected, cache
+        assert float(cost) == pytest.approx(float(found[key]["cost"]), abs=0.0051)
+        assert float(psnr.partition(" ")[0]) == pytest.approx(float(found[key]["psnr"]), abs=0.051)
+        assert float(digits.removesuffix(" %")) == pytest.approx(100 * float(found[key]["digits"]), abs=0.51)
 
 
 def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_page():
@@ -167,14 +175,6 @@ def test_every_transformer_of_diffusers_and_every_reason_of_a_refusal_is_on_the_
     rows = rows_of(page.partition("## Refused")[2].partition("## Without a family")[0])[2:]
     assert [(name.strip("`"), why) for name, why in rows] == list(REFUSED.items())
     assert not {name for family in own for name in family.transformers} & REFUSED.keys()
-
-
-def test_coarser_blocks_are_those_of_the_study():
-    fine, coarse = (measured(f"carry/wan-50{ending}.csv", *CARRY) for ending in ("", "-keys-16"))
-    tenth = "dense_first 1, dense_every 10"
-    rows = [("0.025", "", "", ""), ("0.15", "", "", ""), ("0.025", tenth, "yes", ""), ("0.05", tenth, "yes", "")]
-    expected = [tuple(f"{float(table[row]['psnr']):.1f}" for table in (fine, coarse)) for row in rows]
-    assert not set(expected) - set(re.findall(r"(\d\d\.\d)\s+to\s+(\d\d\.\d)", RESULTS))
 
 
 def test_settings_hold_every_field_and_its_default():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mhla_diffusers.tiny import load_tiny
-from studies.adaptation.digits import FRAMES, MOTIONS, TINY, Scene, load_digits, locate, parse_caption
+from studies.adaptation.digits import MOTIONS, TINY, Scene, load_digits, locate, parse_caption
 from studies.adaptation.judging import Yardstick, digit_shown, load_classifier, picture_features
 
 from ..refusals import refused
@@ -19,7 +19,7 @@ def test_a_scene_is_a_function_of_its_seed_and_read_as_its_prompt_says(tiny):
     first, again, other = (tiny.draw(scene, digits, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert first.shape == (FRAMES if tiny.is_video else 1, tiny.picture_size, tiny.picture_size)
+    assert first.shape == (tiny.frames, tiny.picture_size, tiny.picture_size)
     assert first.min() >= 0 and first.max() <= 1
     for scene in (tiny.random_scene(chance) for _ in range(30)):
         assert tiny.scene(tiny.prompt(scene)) == scene
@@ -45,7 +45,7 @@ def test_pipeline_generates_the_digits_that_it_is_asked_for(family):
     tiny = TINY[family]
     yardstick = Yardstick(tiny, tiny.random_scenes(4 if tiny.is_video else 10, seed=7), seed=7)
     pictures = yardstick.generate(load_tiny(family))
-    shape = 9 if tiny.is_video else 1, tiny.picture_size, tiny.picture_size
+    shape = tiny.frames, tiny.picture_size, tiny.picture_size
     assert all(picture.shape == shape for picture in pictures)
     # by far more often than chance, 0.1
     assert yardstick.accuracy(pictures) >= 0.3

@@ -41,6 +41,7 @@ def quick(making, family, scenes, *phases):
     class Quick(type(making.RECIPES[family])):
         autoencoder_steps = 2
         training_scenes = scenes
+        training_settings = {}  # one process has one precision
 
     Quick.phases = phases
     return Quick()
@@ -71,6 +72,14 @@ def settings(part):
 
 def shapes(part):
     return {key: value.shape for key, value in part.state_dict().items()}
+
+
+def test_the_long_pipeline_is_the_short_one_trained_on(making, tmp_path):
+    pipe = making.train_pipeline(quick(making, "wan-long", 1, making.Phase("single", 1, 2, 1e-3, frames=1)), tmp_path)
+    for name in ("transformer", "vae", "text_encoder"):
+        own, short = (getattr(x, name).state_dict() for x in (pipe, load_tiny("wan")))
+        changed = {key for key, value in own.items() if not torch.equal(value, short[key])}
+        assert bool(changed) == (name == "transformer")
 
 
 @pytest.mark.parametrize("family", TINY)
