@@ -7,7 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,11 +98,11 @@ def write_whole_folder(folder: Path, write: Callable[[Path], None]) -> None:
 def folder_for_results(folder: Path, lock: bool = True) -> Iterator[None]:
     """Context with a folder, made if it is missing; OSError if another run has it, or nothing can be written there.
 
-    Only one of several processes may ``lock`` it.
+    A folder that was made and stays empty is removed again. Only one of several processes may ``lock`` it.
     """
     from filelock import FileLock, Timeout
 
-    file = folder / ".lock"
+    made, file = [place for place in (folder, *folder.parents) if not place.exists()], folder / ".lock"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(file, timeout=0) if lock else nullcontext():
@@ -113,6 +113,10 @@ def folder_for_results(folder: Path, lock: bool = True) -> Iterator[None]:
                     file.unlink(missing_ok=True)  # while it is held; who has opened it meanwhile finds that it is gone
     except Timeout:
         raise OSError(f"Another run is writing into {folder}. Wait for it, or choose another folder.") from None
+    finally:
+        for place in made:
+            with suppress(OSError):  # not empty, or removed meanwhile
+                place.rmdir()
 
 
 # Telling whether files have changed

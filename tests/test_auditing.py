@@ -169,4 +169,4 @@ def test_the_command_prints_and_writes(tmp_path):
 def test_the_command_refuses_what_cannot_be(tmp_path):
     for more, message in (((), "--patch"), (("--patch", "sana-0.6b"), "'sana'")):
         shown = command("audit", "dit", "seven", *more, "--output", tmp_path / "out")
-        assert message in str(shown.exception) and not list(tmp_path.glob("out/*"))
+        assert message in str(shown.exception) and not (tmp_path / "out").exists()

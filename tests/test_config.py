@@ -57,7 +57,7 @@ REFUSED = [
     (MHLA | {"layers": [0.5]}, r"layers=.*0\.5"),
     (MHLA | {"layers": ["attn1"]}, "attn1"),
     (MHLA | {"feature_map": "relo"}, "'relo' .*'relu'"),
-    (MHLA | {"feature_map": "zzz"}, r"'zzz'.*relu.*elu\+1.*register_feature_map"),
+    (MHLA | {"feature_map": "zzz"}, r"'zzz'.*relu.*elu\+1"),
     (MHLA | {"feature_map": "identity"}, "'identity'"),
     (MHLA | {"normalize": False}, "normalize=False .*output_norm=True"),
     (MHLA | {"convolution": 4}, "convolution=4"),

@@ -159,8 +159,8 @@ class Captions:
         self.splits = {
             split: Scenes(split, size.pixels, size.frames, DIGITS, device) for split in ("train", "held-out")
         }
-        self.weights = None
         self.frames, self.shapes = frames, [(3, frames, size.pixels, size.pixels)] * (SCENES + size.held_out)
+        self.weights = [1.0] * len(self.shapes)
         self._words = torch.randn(10 * DIGITS, TEXT_DIM, generator=torch.Generator().manual_seed(0)).to(device)
         self.empty = {"encoder_hidden_states": torch.zeros(DIGITS, TEXT_DIM, device=device)}
 

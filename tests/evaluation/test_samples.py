@@ -48,7 +48,7 @@ def test_classes_are_those_of_the_model(tmp_path):
     assert "holds 12 samples" in more.output
     assert (tmp_path / "out" / "000000.png").stat().st_mtime_ns == kept
     assert [one.text for one in read_record(tmp_path / "out").samples] == [*map(str, range(10)), "0", "1"]
-    assert "another set" in str(samples("classes", *asked, "--count", "3", "--seed", "1").exception)
+    assert "made otherwise" in str(samples("classes", *asked, "--count", "3", "--seed", "1").exception)
     assert "sana takes text" in str(samples("classes", tmp_path, "--family", "sana", "--count", 12).exception)
 
 

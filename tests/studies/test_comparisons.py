@@ -91,9 +91,9 @@ def test_costs_of_residuals_are_counted_and_finished_rows_are_kept(monkeypatch, 
     rows = [script.Row(0.05, dense), script.Row(0.05, dense | {"correct": False}), script.Row(0.05)]
     monkeypatch.setattr(script, "HERE", tmp_path)
     monkeypatch.setattr(script, "rows_of", lambda steps: rows)
-    asked = ("--family", "dit", "--steps", 20, "--scenes", 2)
+    asked = ("--steps", 20, "--scenes", 2)
     run_script(script, monkeypatch, *asked)
-    with (tmp_path / "dit-20.csv").open() as file:
+    with (tmp_path / "wan-20.csv").open() as file:
         found = {tuple(row[name] for name in list(row)[:4]): row for row in csv.DictReader(file)}
     assert list(found) == [("", "", "", ""), *(row.name for row in rows)]
     unpatched, corrected, dropped, alone = found.values()
@@ -103,6 +103,6 @@ def test_costs_of_residuals_are_counted_and_finished_rows_are_kept(monkeypatch, 
     assert float(dropped["cost"]) == pytest.approx(0.1 + 0.9 * sparse, abs=6e-4)
     assert float(alone["cost"]) == pytest.approx(sparse, abs=6e-4)
     assert float(unpatched["psnr"]) == 100 and float(unpatched["cost"]) == 1
-    before = (tmp_path / "dit-20.csv").read_text()
+    before = (tmp_path / "wan-20.csv").read_text()
     run_script(script, monkeypatch, *asked)
-    assert (tmp_path / "dit-20.csv").read_text() == before
+    assert (tmp_path / "wan-20.csv").read_text() == before

@@ -229,7 +229,7 @@ def test_what_is_encoded_is_what_was_announced(tmp_path: Path) -> None:
     assert int(rows[1][4]) == int(rows[0][4]) * 3 // 2
     for reason in ("short.mp4: too short", "mute.mp4: it has no caption", "picture.png: an image", "broken.mp4: not a"):
         assert all(f"\n  {reason}" in text for text in (before, encoded, after))
-    assert "3 clips" in _cli("data", tmp_path / "latents")
+    assert "clips: 3" in _cli("data", tmp_path / "latents")
     for options, named in (((), "--model"), (("--model", "tiny-wan", "--frames", 81), "None of the files")):
         with refused(named):
             _cli("data", videos, *options)
