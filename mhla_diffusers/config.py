@@ -343,7 +343,7 @@ PROFILES = {
     "balanced": SparseConfig(density=0.05, dense_first=0.1, dense_last=0, dense_layers=0),
     "fast": SparseConfig(density=0.025, dense_first=1, dense_last=0, dense_layers=0),
 }
-"""Name → settings, of which the first are the defaults (docs/settings.md)."""
+"""Name → settings of a profile; the first profile is the default (docs/settings.md)."""
 NOTHING_DENSE: dict[str, Any] = {"dense_first": 0, "dense_last": 0, "dense_every": 0, "dense_layers": 0}
 """Settings of :class:`SparseConfig` by which it runs in every step and layer."""
 KINDS: tuple[type[PatchConfig], ...] = (SparseConfig, MHLAConfig, CausalConfig)

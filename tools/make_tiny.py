@@ -16,7 +16,7 @@ import random
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,7 +70,7 @@ class Recipe(ABC):
     autoencoder_steps: ClassVar[int] = 400
     training_scenes: ClassVar[int] = 6000
     training_settings: ClassVar[dict[str, Any]] = {}
-    """Of the training loop, in place of those of :func:`training_config`."""
+    """Settings of the training loop that replace those of :func:`training_config`."""
     phases: ClassVar[tuple[Phase, ...]]
     """How its transformer is trained."""
 
@@ -579,21 +579,22 @@ def cut_clips(data: InMemoryData, frames: int, held_out: int) -> InMemoryData:
 
 def training_config(recipe: Recipe, phase: Phase, output: Path, seed: int) -> TrainingConfig:
     """Settings of the training loop for one phase."""
-    settings = {
-        "steps": phase.steps,
-        "learning_rate": phase.learning_rate,
-        "trainable": "all",
-        "objectives": ObjectiveWeights(diffusion=1.0),
-        "scheduler": "cosine",
-        "warmup_steps": min(50, phase.steps // 2),
-        "seed": seed,
-        "batch_size": phase.batch_size,
-        "ema_decay": 0.99,
-        "prompt_dropout": 0.1,
-        "checkpoint_every": 250,
-        "validation": ValidationConfig(samples=HELD_OUT, every=500),
-    }
-    return TrainingConfig(output=str(output), **{**settings, **recipe.training_settings})
+    usual = TrainingConfig(
+        output=str(output),
+        steps=phase.steps,
+        learning_rate=phase.learning_rate,
+        trainable="all",
+        objectives=ObjectiveWeights(diffusion=1.0),
+        scheduler="cosine",
+        warmup_steps=min(50, phase.steps // 2),
+        seed=seed,
+        batch_size=phase.batch_size,
+        ema_decay=0.99,
+        prompt_dropout=0.1,
+        checkpoint_every=250,
+        validation=ValidationConfig(samples=HELD_OUT, every=500),
+    )
+    return replace(usual, **recipe.training_settings)
 
 
 def build_pipeline(recipe: Recipe, autoencoder: Any, seed: int = 0) -> Any:
@@ -673,6 +674,8 @@ def main() -> None:
     if arguments.what == "classifier":
         save_file(train_classifier(arguments.seed).state_dict(), CLASSIFIER_FILE)
         return
+    if arguments.install:
+        pipeline_folder(arguments.what)  # raises for one that does not ship, before it is trained
     output = arguments.output or Path("outputs") / f"tiny-{arguments.what}"
     train_pipeline(RECIPES[arguments.what], output, arguments.seed)
     if arguments.install:

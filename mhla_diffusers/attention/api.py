@@ -250,8 +250,7 @@ def backend_for(call: MHLACall | SparseCall, name: str) -> ModuleType:
         return branches
     if name == "triton":
         raise ValueError(f'backend="triton" cannot run this call: {reason}. Use backend="eager".')
-    # a call like float64's, which no kernel takes whatever its blocks, is not worth a warning, and a call of the logger
-    # would break the graph
+    # no warning where no kernel takes the call, as in float64, nor while compiling, where logging would break the graph
     if not torch.compiler.is_compiling() and triton.why_not(call.query, feature_map) is None:
         _say_eager(reason)
     return eager

@@ -19,8 +19,8 @@ from ..errors import check, check_names, nearest
 from ..families import Clip, Family, families, find_family, get_family, supported_instead
 from ..files import file_hash, fingerprint, read_json
 from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
-from ..tiny import TINY, TinyPipeline, pipeline_folder
-from ..tiny.pipelines import FRAMES_PER_SECOND, tiny_pipeline
+from ..tiny import TINY, TinyPipeline, pipeline_folder, tiny_pipeline
+from ..tiny.pipelines import FRAMES_PER_SECOND
 
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
 _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
@@ -94,7 +94,7 @@ class PipelineChoice:
     def check(self, *more: str) -> None:
         """Check the patch, and the settings of the pipeline's call and ``more`` arguments by its class alone.
 
-        ValueError also for an argument that is set elsewhere, and for what is no number where the default is one.
+        Raises ValueError for an argument that is set elsewhere, and for a value that must be a number and is not.
         """
         if self.patch is None:
             self.of_family.complete(self.patch_settings)

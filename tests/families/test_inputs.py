@@ -44,7 +44,7 @@ OTHER_SIZES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     # the tables of RoPE are scaled to the size of training, or cut out of it
     ("cogvideox", {}, {"height": 48, "width": 32}),
     ("cogvideox_two_frames", {}, {"height": 48, "width": 32}),
-    # α is told the size at 1024 px, and at no others
+    # PixArt-α gets the size as conditioning at 1024 px only
     ("pixart", {"sample_size": 128}, {"width": 64}),
     ("pixart", {"sample_size": 128}, {"width": 192}),
     ("pixart", {"sample_size": 64}, {"width": 192}),

@@ -1,5 +1,7 @@
 """What several tests of patching use: names of models, what a patch could leave behind, weights and adapters."""
 
+import copy
+import pickle
 import threading
 
 import torch
@@ -19,6 +21,8 @@ SPARSE = NOTHING_DENSE | {"density": 0.1, "block_size": 4, "far": "means"}
 EVERYTHING = {"output_norm": True, "output_gate": True, "convolution": 3}
 """Settings that give a layer every kind of weight that it can have."""
 CAUSAL = {"blocks": (2, 2, 3), "causal": "block", "block_length": 2}
+COPIES = [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]  # noqa: S301
+"""Ways to copy a module."""
 
 
 def assert_equal_up_to_order(found, expected):

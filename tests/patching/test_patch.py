@@ -1,8 +1,6 @@
 """Apply a patch to tiny instances of every supported diffusers class, and take it off again; what cannot be patched."""
 
-import copy
 import logging
-import pickle
 
 import pytest
 import torch
@@ -17,10 +15,10 @@ from ..families.cases import case_of, footprint
 from ..models import FAMILIES, assert_changed, attn_processors, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from ..refusals import refused
-from .shared import CAUSAL, ONE_PER_CLASS, lora, unet
+from .shared import CAUSAL, COPIES, ONE_PER_CLASS, lora, unet
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("name", ONE_PER_CLASS)
 def test_a_copy_is_patched_and_independent(name, copied):
     """Weights, token grid and removal of the copy do not touch the original, nor the reverse; nor do sizes mix."""

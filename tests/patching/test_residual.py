@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import pickle
 import threading
 
 import pytest
@@ -17,7 +16,7 @@ from mhla_diffusers.tiny import call_settings, load_tiny
 
 from ..models import bytes_alive, relative_change
 from ..pipelines import PIPELINES, wan22_pipeline, wan_pipeline
-from .shared import SPARSE, in_threads, seen_by
+from .shared import COPIES, SPARSE, in_threads, seen_by
 
 DENSE = SPARSE | {"dense_first": 1, "dense_every": 3}
 """Dense steps 0, 3, 6 and 9 of eleven."""
@@ -214,7 +213,7 @@ def test_guidance_that_ends_takes_its_residuals_with_it():
     assert not torch.equal(*found)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])  # noqa: S301
+@pytest.mark.parametrize("copied", COPIES)
 def test_a_copy_made_within_a_call_is_of_no_call(copied):
     pipe, copies = mhla.apply_mhla(wan_pipeline(), **DENSE), []
     expected = sample(pipe)

@@ -236,7 +236,7 @@ def test_what_is_encoded_is_what_was_announced(tmp_path: Path) -> None:
 
 
 def test_the_longest_clips_and_captions_in_several_orders(tmp_path: Path, model: str) -> None:
-    """Of lengths that the model takes; a caption comes first as it was written."""
+    """Clips have lengths that the model takes, and the first order of a caption is the one that was written."""
     videos, tags = tmp_path / "videos", ["a red ball", "moving left", "white", "slow"]
     for frames in (4, 6, 14, 18):
         write_video(videos / f"{frames}.mp4", frames, fps=16)

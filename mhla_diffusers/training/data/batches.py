@@ -114,6 +114,8 @@ class NoisedBatches:
             worker_init_fn=_ignore_interrupts,
         )
         for at, first, batch in loader:
+            if isinstance(batch, Exception):
+                raise batch
             yield self._noise(batch, at, first)
 
     def _noise(self, batch: dict[str, torch.Tensor], step: int, first: int) -> NoisedBatch:
@@ -156,13 +158,17 @@ class _Batches(Dataset[Any]):
     def __init__(self, data: TrainingData, seed: int) -> None:
         self._data, self._seed = data, seed
 
-    def __getitem__(self, forward: _Forward) -> tuple[int, int, dict[str, torch.Tensor]]:
+    def __getitem__(self, forward: _Forward) -> tuple[int, int, dict[str, torch.Tensor] | Exception]:
+        """Read a batch, or return the exception: if raised, workers would send only the text of its traceback."""
         step, first, indices = forward
         samples = []
-        for place, index in enumerate(indices, start=first):
-            draw = generator_for(self._seed, "caption", step, place).initial_seed()
-            samples.append(with_one_caption(self._data[index], draw))
-        return step, first, stack_samples(samples)
+        try:
+            for place, index in enumerate(indices, start=first):
+                draw = generator_for(self._seed, "caption", step, place).initial_seed()
+                samples.append(with_one_caption(self._data[index], draw))
+            return step, first, stack_samples(samples)
+        except (ValueError, OSError) as error:
+            return step, first, error
 
 
 def with_one_caption(sample: Sample, draw: int) -> Sample:
