@@ -43,7 +43,7 @@ def check(
     shape = _smaller(case.shape) if on_cpu else case.shape
     errors = operator_errors(shape, place, kind)
     wrong, worst = too_large(errors, kind), max(errors, key=errors.__getitem__)
-    rows = time_interleaved(_runs(shape, place, kind), place, 0.5 if on_cpu else 1.0, least=3, most=15)
+    rows = time_interleaved(_runs(shape, place, kind), place, 0.5 if on_cpu else 1.0, most=15)
     plain = case.flops()
     whole, share = sum(plain.values()), plain["self-attention"] / sum(plain.values())
     bounds = {}

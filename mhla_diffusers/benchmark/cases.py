@@ -15,9 +15,6 @@ from ..patching.describe import forward_flops
 from ..patching.patch import patched_layers
 from ..reporting import parse_size, times
 
-SPARSE_CONFIG = SparseConfig(block_size=64, key_block_size=32)
-"""Sparse attention as long sequences have it, which every kernel takes at short ones too."""
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -109,7 +106,8 @@ class Case:
         """The self-attention with most tokens, and the block counts with which it is measured."""
         model, grid = self.model, self.grid
         blocks = tuple(min(pair) for pair in zip(model.blocks, grid, strict=True))
-        sparse = SPARSE_CONFIG if self.family.computes == "softmax" else None
+        # blocks as long sequences have them, which every kernel takes at short ones too
+        sparse = SparseConfig(block_size=64, key_block_size=32) if self.family.computes == "softmax" else None
         return Shape(self.name, grid, blocks, model.heads, model.head_dim, sparse, model.has_rope)
 
     def flops(self, config: PatchConfig | None = None) -> dict[str, int]:

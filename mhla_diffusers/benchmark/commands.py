@@ -1,6 +1,7 @@
 """``mhla bench``."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,6 @@ import typer
 from ..generation.names import call_options, device_options, expand_options, patch_options, read_prompts
 
 bench = typer.Typer(help="Measure time and memory, side by side in one run.", no_args_is_help=True)
-
 
 _OUTPUT = Annotated[Path, typer.Option(help="Folder for results; each device gets its own in it.")]
 _DEFAULT = Path("outputs/benchmark")
@@ -25,22 +25,21 @@ def case_options(
     return {"model": model, "size": size, "frames": frames, "seconds": seconds}
 
 
-def _measure(
-    command: str, options: dict[str, Any], output: Path, benchmark: Callable[..., None], **settings: Any
-) -> None:
+def _measure(command: str, options: dict[str, Any], output: Path, benchmark: Callable[..., None]) -> None:
     from ..devices import device_and_type
     from .cases import choose_cases
-    from .correctness import check_operator
+    from .correctness import operator_errors, too_large
     from .measure import Results
 
     device, dtype = device_and_type(options["device"], options["dtype"])
     on_cpu = device.type == "cpu"
     model = options["model"] or ("dit-s-2" if on_cpu else "wan2.1-1.3b")
     cases = choose_cases(model, options["size"], options["frames"])
-    results = Results(command, device, dtype, output, options["seconds"])
+    results = Results(command, device, dtype, output)
     for case in cases[: 1 if on_cpu else None]:
-        check_operator(case.shape, device, dtype)
-        benchmark(case, results, **settings)
+        if wrong := too_large(operator_errors(case.shape, device, dtype), dtype):
+            raise ValueError(f"Attention on {device} in {dtype} is wrong: {', '.join(wrong)}. Nothing was timed.")
+        benchmark(case, results, options["seconds"])
     results.finish()
 
 
@@ -63,7 +62,7 @@ def bench_transformer(
     """Time whole transformers with random weights: every softmax backend against MHLA and sparse attention."""
     from .forward import benchmark_forward
 
-    _measure("transformer", options, output, benchmark_forward, compile=compile)
+    _measure("transformer", options, output, partial(benchmark_forward, compile=compile))
 
 
 @bench.command("pipeline")
@@ -80,6 +79,7 @@ def bench_pipeline(
     output: _OUTPUT = _DEFAULT,
 ) -> None:
     """Time a whole call of a pipeline, unpatched and patched, with PSNR and SSIM of the samples."""
+    from ..config import PROFILES
     from ..devices import device_and_type
     from ..generation.pipelines import PipelineChoice, family_of
     from .measure import Results
@@ -87,8 +87,7 @@ def bench_pipeline(
 
     changes = options.pop("patch_settings")
     choice = PipelineChoice(family_of(model).name, model=model, **options)
-    choice.check()
     results = Results("pipeline", *device_and_type(choice.device, choice.dtype), output)
     prompts = [] if prompt_file is None else [prompt for prompt, _ in read_prompts(prompt_file)]
-    benchmark_pipeline(choice, patch or (), results, prompts, changes, repetitions)
+    benchmark_pipeline(choice, patch or tuple(PROFILES), results, prompts, changes, repetitions)
     results.finish()

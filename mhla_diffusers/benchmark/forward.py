@@ -74,7 +74,7 @@ def _forward(transformer: Any, inputs: dict[str, Any], backend: str | None) -> A
 
 
 @torch.no_grad()
-def benchmark_forward(case: Case, results: Results, *, compile: bool | None = None) -> None:
+def benchmark_forward(case: Case, results: Results, seconds: float, *, compile: bool | None = None) -> None:
     """Time a forward of all variants of :func:`forward_runs` in turns.
 
     Compiled blocks are timed too, with ``compile`` None on a GPU alone.
@@ -84,5 +84,5 @@ def benchmark_forward(case: Case, results: Results, *, compile: bool | None = No
     runs = forward_runs(case, transformer, case.inputs(transformer, results.dtype), compile=compiles)
     # every variant compiles the same code again; beyond the limit torch would silently stop compiling
     with torch._dynamo.config.patch(cache_size_limit=64):
-        results.add(time_interleaved(runs, results.device, results.seconds))
+        results.add(time_interleaved(runs, results.device, seconds))
     torch.compiler.reset()

@@ -1,8 +1,6 @@
 """Time variants in turns, and write what was measured with its conditions: CSV and a Markdown table."""
 
 import csv
-import io
-import itertools
 import platform
 import re
 import shlex
@@ -12,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..files import write_text
+from ..files import write_text, written_aside
 from ..reporting import markdown_table, progress, text_table, wrap
 
 _CACHE_BYTES = 2**28
@@ -63,14 +61,12 @@ Runs = dict[Row, Callable[[], object] | str]
 """Row without times → what to time, or the reason why it cannot run here."""
 
 
-def time_interleaved(
-    runs: Runs, device: torch.device, seconds: float = 1.0, *, least: int = 3, most: int = 30
-) -> list[Row]:
+def time_interleaved(runs: Runs, device: torch.device, seconds: float = 1.0, most: int = 30) -> list[Row]:
     """Warm every variant up, then time round after round until each has its repetitions.
 
     A slow phase of the machine thus affects all of them. CUDA devices are timed with events and an overwritten cache.
-    ``seconds`` is spent on each variant, as far as ``least`` and ``most`` repetitions allow. A row that cannot run gets
-    the reason in place of times.
+    ``seconds`` is spent on each variant, within 3 to ``most`` repetitions. A row that cannot run gets the reason in
+    place of times.
     """
     rows = {row: replace(row, reason=run) for row, run in runs.items() if isinstance(run, str)}
     calls = {row: run for row, run in runs.items() if not isinstance(run, str)}
@@ -83,7 +79,7 @@ def time_interleaved(
                 taken, peaks[row], _ = timed(run, device)  # a first run, which compiles and loads
                 if taken < seconds or device.type != "cpu":
                     taken, peaks[row], _ = timed(run, device)
-                counts[row] = max(least, min(most, int(seconds / max(taken, 1e-9))))
+                counts[row] = max(3, min(most, int(seconds / max(taken, 1e-9))))
             except _REFUSALS as error:
                 texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
                 said = [text.partition(" (Triggered")[0] for text in texts]
@@ -140,21 +136,12 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def versions() -> dict[str, str]:
-    """Return versions of this package and of what it runs on, by name."""
-    found = {"mhla_diffusers": __version__}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    found["Python"] = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    return {**found, "CUDA or ROCm": torch.version.cuda or torch.version.hip or "none"}
-
-
 def gather_conditions(device: torch.device) -> dict[str, str]:
     """Return the conditions that make two runs comparable: name → text."""
-    driver = ""
+    memory = driver = ""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
+        memory = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
     elif device.type == "cpu":
         named = re.search(r"^Model name:\s*(.+)$", _output("lscpu"), re.MULTILINE)
@@ -162,11 +149,18 @@ def gather_conditions(device: torch.device) -> dict[str, str]:
         name = f"{name}, {torch.get_num_threads()} threads"
     else:
         name = device.type
+    versions = {"mhla_diffusers": __version__}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    versions["Python"] = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    versions["CUDA or ROCm"] = torch.version.cuda or torch.version.hip or "none"
     git, commit = ("git", "-C", str(Path(__file__).parent)), ""
     if _output(*git, "ls-files", Path(__file__).name):  # a checkout of this package, not an environment inside another
         commit = _output(*git, "describe", "--always", "--dirty", "--abbrev=40")
     date, command = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), shlex.join(["mhla", *sys.argv[1:]])
-    found = {"device": name, "driver": driver, **versions(), "commit": commit, "date": date, "command": command}
+    found = {"device": name, "memory": memory, "driver": driver, **versions}
+    found |= {"commit": commit, "date": date, "command": command}
     return {name: text for name, text in found.items() if text}
 
 
@@ -179,19 +173,15 @@ def _output(*command: str) -> str:
 class Results:
     """The rows of one command on one device, printed and written case by case, so that an interrupted run keeps them.
 
-    Files are ``{command}.csv`` and ``{command}.md`` in a folder of ``output`` for the device, such as
-    ``nvidia-h100-80gb-hbm3``, or ``{command}-2.csv`` and so on where earlier runs wrote there; the Markdown has the
-    conditions too. OSError if the folder cannot be written.
+    Files are ``{command}-{date}-{time}``, as .csv and as .md with the conditions, in a folder of ``output`` for the
+    device, such as ``nvidia-h100-80gb-hbm3``. OSError if the folder cannot be written.
     """
 
-    def __init__(
-        self, command: str, device: torch.device, dtype: torch.dtype, output: Path, seconds: float = 1.0
-    ) -> None:
-        self.device, self.dtype, self.seconds = device, dtype, seconds
+    def __init__(self, command: str, device: torch.device, dtype: torch.dtype, output: Path) -> None:
+        self.device, self.dtype = device, dtype
         self.conditions = gather_conditions(device)
         folder = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-")
-        names = (f"{command}-{number}" if number > 1 else command for number in itertools.count(1))
-        self.file = next(folder / name for name in names if not (folder / f"{name}.csv").exists())
+        self.file = folder / f"{command}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
         self.rows: list[Row] = []
         folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
 
@@ -202,11 +192,10 @@ class Results:
         for title, table, remarks in tables_of(rows):
             lines = [title, text_table(*table, right=True), *(line for text in remarks for line in wrap(text))]
             sys.stdout.write("\n".join(lines) + "\n\n")
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [column.name for column in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in self.rows)
-        write_text(text.getvalue(), self.file.with_suffix(".csv"))
+        with written_aside(self.file.with_suffix(".csv")) as aside, aside.open("w", encoding="utf-8") as stream:
+            writer = csv.writer(stream, lineterminator="\n")
+            writer.writerow(column.name for column in fields(Row))
+            writer.writerows(map(astuple, self.rows))
         write_text(page_of(self.rows, self.conditions), self.file.with_suffix(".md"))
 
     def finish(self) -> None:

@@ -56,14 +56,14 @@ def _flash_attention(module: str, *inputs: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def benchmark_operator(case: Case, results: Results) -> None:
+def benchmark_operator(case: Case, results: Results, seconds: float) -> None:
     """Time all variants in turns, without and with their gradients.
 
     MHLA is timed with a mixing matrix per head, and with RoPE where the model has it; softmax without RoPE.
     """
     for backward in (False, True):
         runs = operator_runs(case.shape, results.device, results.dtype, backward)
-        results.add(time_interleaved(runs, results.device, results.seconds))
+        results.add(time_interleaved(runs, results.device, seconds))
 
 
 def operator_runs(shape: Shape, device: torch.device, dtype: torch.dtype, backward: bool) -> Runs:

@@ -4,17 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from ..config import PROFILES, PatchConfig, adapted_patches
+from ..config import PatchConfig
+from ..errors import check
 from ..generation.noise import generator_for
-from ..generation.pipelines import PipelineChoice, has_weights, put_on
+from ..generation.pipelines import PipelineChoice, put_on
 from ..generation.similarity import psnr, ssim
-from ..patching import PATCH_FILE, remove_mhla
+from ..patching import is_patched, remove_mhla
 from ..reporting import progress
 from .measure import Results, Row, measured, refused, timed
 
@@ -24,12 +24,14 @@ UNPATCHED = "unpatched"
 @contextmanager
 def patched(pipe: Any, patch: str | PatchConfig | None, changes: Mapping[str, Any]) -> Iterator[None]:
     """Context in which the pipeline is patched, as :func:`put_on` does, unless by None; restores it afterwards."""
-    if patch is not None:
-        put_on(pipe, patch, **changes)
+    transformer = pipe.transformer
     try:
+        if patch is not None:
+            put_on(pipe, patch, **changes)
         yield
     finally:
-        if patch is not None:
+        pipe.transformer = transformer  # a folder of a whole trained one has replaced it
+        if is_patched(pipe):
             remove_mhla(pipe)
 
 
@@ -44,15 +46,11 @@ def benchmark_pipeline(
     """Call the pipeline unpatched and with every patch in turns, after one call each to warm up.
 
     All samples of a prompt are made from the same noise. Each is compared with the first one of the unpatched pipeline;
-    so are the unpatched pipeline's own, to see whether a call can be repeated. The profiles are called without
-    ``patches``, and one prompt without ``prompts``; ``changes`` replace settings of all patches, such as ``density``.
+    so are the unpatched pipeline's own, to see whether a call can be repeated. Without ``prompts`` there is one;
+    ``changes`` replace settings of all patches, such as ``density``.
     """
-    patches = patches or tuple(PROFILES)
     for name in patches:
         replace(choice, patch=name, patch_settings=dict(changes)).check()
-        folder = adapted_patches().get(name, Path(name))
-        if has_weights(name) and folder.is_dir() and not (folder / PATCH_FILE).is_file():  # it would stay in the pipe
-            raise ValueError(f"patch={name!r} holds no saved patch: {PATCH_FILE} is missing; save one with save_mhla.")
     texts = prompts or (("3",) if choice.of_family.calling.prompts_are_classes else ("a seven moving left",))
     pipe = choice.load(texts)
     settings = [f"{name}={x}" for name, x in {**choice.settings, **changes}.items()]
@@ -93,10 +91,7 @@ def benchmark_pipeline(
 def frames_of(sample: Any) -> torch.Tensor:
     """Convert a PIL image, or frames (F, H, W, 3) in [0, 1], to uint8 (F, 3, H, W)."""
     pixels = numpy.array(sample)
-    if pixels.dtype == object:
-        raise ValueError(
-            f"The call returned {type(sample).__name__}; it must return an image or the frames of a video."
-        )
+    check(pixels.dtype != object, f"The call returned {type(sample).__name__}, not an image or frames of a video.")
     frames = torch.from_numpy(pixels)
     if frames.is_floating_point():
         frames = (255 * frames.float().clamp(0, 1)).round().to(torch.uint8)

@@ -61,11 +61,11 @@ def test_prompts_and_a_patch_by_file_and_a_second_run_beside_the_first(tmp_path)
     patch.write_text(f"family: wan\nbase_model: tiny-wan\ndescription: own\npatch: {settings}\n")
     options = (*SHORT, "--patch", patch, "--device", "cpu", "--output", tmp_path)
     bench("pipeline", *options, "--prompt-file", prompts)
-    (first,) = tmp_path.glob("*/pipeline.csv")
+    (first,) = tmp_path.glob("*/pipeline-*.csv")
     before = first.read_text()
     bench("pipeline", *options)
     assert first.read_text() == before
-    rows, others = read_rows(first), read_rows(first.with_name("pipeline-2.csv"))
+    rows, others = map(read_rows, sorted(tmp_path.glob("*/pipeline-*.csv")))
     call = "tiny-wan, num_inference_steps=1, num_frames=2"
     assert ({row.case for row in rows}, {row.case for row in others}) == ({f"{call}, 2 prompts"}, {call})
     assert [row.repetitions for row in rows if row.psnr] == [2, 2]
