@@ -191,7 +191,7 @@ def _compare(seen: Seen, patched: Patched, seed: int) -> _Compared:
         return _Compared(held().call, errors, squares, None, None)
     rule = patched.config.rule_on(seen.grid)
     given: dict[str, Any] = {"query": seen.query, "key": seen.key, "value": seen.value, "grid": seen.grid}
-    call = SparseCall(**given, sparse=rule, key_mask=seen.key_mask, extra=seen.extra)
+    call = SparseCall(**given, sparse=rule, far=patched.config.far, key_mask=seen.key_mask, extra=seen.extra)
     return _Compared(held().call, errors, squares, rule.listed_on(seen.grid), float(weight_held(call, _QUERIES, seed)))
 
 

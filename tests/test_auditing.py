@@ -67,9 +67,10 @@ def test_moves_are_what_single_layers_and_the_whole_patch_change_and_the_model_i
     assert found.moves == pytest.approx(models.relative_change(expected, original) ** 2, rel=1e-4)
 
 
-def test_mass_is_the_softmax_weight_of_the_listed_pairs():
+@pytest.mark.parametrize("far", ["second-order", "means"])
+def test_mass_is_the_softmax_weight_of_the_listed_pairs(far):
     """With all queries looked at the measured weight is the whole truth."""
-    model, found = audited("dit", **SPARSE, density=0.2)
+    model, found = audited("dit", **SPARSE, density=0.2, far=far)
     attn, family = model.transformer_blocks[0].attn1, get_family(model)
     rule = SparseConfig(**SPARSE, density=0.2).rule_on((8, 8))
     weights = {}
@@ -79,7 +80,7 @@ def test_mass_is_the_softmax_weight_of_the_listed_pairs():
         query, key = given.query, given.key
         logits = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
         tensors = {"query": query, "key": key, "value": given.value, "key_mask": given.key_mask}
-        call = with_lists(SparseCall(**tensors, grid=given.grid, sparse=rule))
+        call = with_lists(SparseCall(**tensors, grid=given.grid, sparse=rule, far=far))
         of_queries = call.sparse.mask()[:, :, layout_of(given.grid, 4).rows.long() // 4]
         members = key_block_of_tokens(call, call.sparse)[:, :, None].expand_as(logits)
         weights["kept"] = (logits.softmax(dim=-1) * of_queries.gather(-1, members)).sum(dim=-1).mean()

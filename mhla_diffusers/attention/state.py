@@ -98,7 +98,8 @@ class MHLAState:
             query: (B, n, H, D).
             key: like ``query``.
             value: like ``query``.
-            mixing: (M, M) or (H, M, M); like the other weights it may be offloaded, or trained, between the steps.
+            mixing: (M, M) or (H, M, M); like the other weights it may be offloaded between the steps. Without gradients
+                it must stay the same within a frame block, for which the past is mixed once.
             rotary: (cos, sin), each (1 or B, n, 1, D), of these tokens.
             output_norm: (D,).
             output_gate: (B, n, H, D).
@@ -141,6 +142,8 @@ class MHLAState:
                 raise
         if not keep:
             vars(self).update(before)
+        if torch.is_grad_enabled():  # an update may follow, after which the past is mixed otherwise
+            self._earlier = None
         return output
 
     @property

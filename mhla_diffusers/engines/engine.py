@@ -63,7 +63,7 @@ class Engine:
             self.tally.note_dense(chosen or obstacle, query, logging.INFO if chosen else logging.WARNING)
             return request.exact(query, key, value)
         if layer is None:
-            call = call._replace(branches=())
+            call = call._replace(branches=(), records_residual=False)
         return attend(query, key, value, request, (call, torch.tensor(layer or 0, device="cpu"), 0))
 
     def call(self, grid: Shape, extra: Extra, step: Step | None, owner: Any, layer: int | None) -> Call:

@@ -160,16 +160,19 @@ def minimax_h3(transformer: Any, arguments: Arguments) -> Grid:
 
 
 def read_once(read: Callable[..., Found]) -> Callable[..., Found]:
-    """Decorator: cache what is read of a tensor's values on it until they change; a constant in a compiled graph."""
+    """Decorator: cache on the first argument what is read of tensors' values; a constant in a compiled graph.
+
+    Values are read again once any argument has changed.
+    """
 
     @wraps(read)
     def reading(tensor: Any, *others: Any) -> Found:
-        version, kept = _version(tensor), getattr(tensor, _KEPT, None)
-        if kept is not None and kept[0] == version and (version is not None or tensor.is_meta):
+        kept, state = getattr(tensor, _KEPT, None), _state(tensor, *others)
+        if kept is not None and kept[0] == state:
             found: Found = kept[1]
             return found
         found = read(tensor, *others)
-        keep_with(tensor, found)
+        keep_with(tensor, found, *others)
         return found
 
     # the mark that torch.compiler.assume_constant_result sets, which imports all of torch.compile for it
@@ -177,13 +180,20 @@ def read_once(read: Callable[..., Found]) -> Callable[..., Found]:
     return reading
 
 
-def keep_with(tensor: Tensor, found: Any) -> None:
+def keep_with(tensor: Tensor, found: Any, *others: Any) -> None:
     """Store on a tensor what a :func:`read_once` function would read from it, for tensors without values."""
-    setattr(tensor, _KEPT, (_version(tensor), found))
+    setattr(tensor, _KEPT, (_state(tensor, *others), found, others))  # which live as long, so that ids stay theirs
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _state(*arguments: Any) -> list[Any]:
+    """Return what differs once an argument is another or has changed."""
+    return [(id(one), _version(one)) if isinstance(one, Tensor) else one for one in arguments]
+
+
+def _version(tensor: Tensor) -> Any:
+    if not tensor.is_inference():
+        return tensor._version
+    return None if tensor.is_meta else object()  # whether it has changed is not known
 
 
 def in_line(time: Tensor, row: Tensor, column: Tensor) -> Grid:

@@ -95,7 +95,7 @@ class FluxInputs(Inputs):
         """Add picture, row and column of the grid's tokens, (N, 3), and zeros for the text."""
         grid = self.family.token_grid(transformer, latents)
         ids = torch.cartesian_prod(torch.zeros(1), *(torch.arange(size).float() for size in grid)).to(latents)
-        keep_with(ids, grid)  # known here, and the ids may be on the meta device
+        keep_with(ids, grid, 0)  # known here, and the ids may be on the meta device
         text_ids = torch.zeros(conditioning["encoder_hidden_states"].shape[1], 3).to(latents)
         arguments = super().arguments(transformer, latents, timestep, conditioning)
         return {"img_ids": ids, "txt_ids": text_ids, **arguments}

@@ -11,7 +11,7 @@ import torch
 from ..attention.layout import Shape
 from ..attention.precision import autocast_type
 from ..attention.rope import Rotary, rotary_of_complex
-from .grids import Grid, in_line
+from .grids import Grid, in_line, read_once
 
 Arguments = Mapping[str, Any]
 """Arguments of an attention's call by diffusers' names: hidden_states, encoder_hidden_states, attention_mask,
@@ -75,15 +75,9 @@ class AttentionAdapter:
             return None
         # what the table is a view of, with an axis for each of the grid's
         laid_out = tuple(sines._base.shape[:-1]) if sines._base is not None else ()
-        if laid_out in _LAID_OUT:
+        if laid_out in _LAID_OUT and math.prod(laid_out) == sines.shape[1]:
             return laid_out
-        if not hasattr(sines, "token_grid"):  # all layers of a forward get the same table
-            # an axis has a third of the channels; that of frames also the remainder
-            height = 2 * (sines.shape[-1] // 6)
-            frames = sines.shape[-1] - 2 * height
-            # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
-            sines.token_grid = in_line(*(sines[0, :, 0, [0, frames, frames + height]] == 0).T)
-        grid: Grid = sines.token_grid
+        grid = _grid_of_sines(sines)  # all layers of a forward get the same table
         _LAID_OUT.update({grid} & {laid_out})
         return grid
 
@@ -159,6 +153,16 @@ def key_weights(mask: torch.Tensor) -> torch.Tensor:
     # as in softmax, only differences between the keys of a sample count; of one that is -inf throughout, none does
     mask = mask.float()
     return (mask - mask.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(mask.dtype).min)).exp()
+
+
+@read_once
+def _grid_of_sines(sines: torch.Tensor) -> Grid:
+    """Return the token grid of Wan's sines (1, N, 1, D), whose coordinates begin with 0."""
+    # an axis has a third of the channels; that of frames also the remainder
+    height = 2 * (sines.shape[-1] // 6)
+    frames = sines.shape[-1] - 2 * height
+    # the first channel of an axis is sin(coordinate), which is 0 only for coordinate 0
+    return in_line(*(sines[0, :, 0, [0, frames, frames + height]] == 0).T)
 
 
 def project_tokens(attn: Any, hidden_states: torch.Tensor) -> Projected:

@@ -241,8 +241,8 @@ def _operator(
     request = Request(mask, 0.0, False, scale, enable_gqa, dispatches, backend or None)
     call = held().call
     if call is None:
-        return request.exact(query, key, value).clone()
-    return attend(query, key, value, request, (call, layer, part)).clone()
+        return request.exact(query, key, value).clone(memory_format=torch.contiguous_format)
+    return attend(query, key, value, request, (call, layer, part)).clone(memory_format=torch.contiguous_format)
 
 
 @_operator.register_fake

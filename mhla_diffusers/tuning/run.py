@@ -94,8 +94,6 @@ def tune(
                 for trial in _work(tuned, ends, search):
                     index = len(trial.clips)
                     bar.set_description(f"{trial.candidate.name}, prompt {index + 1} of {len(prompts)}")
-                    if not tuned.trials[0].clips and device.type != "cpu":
-                        run(prompts[0])  # compiles and loads what later calls find ready
                     _judge(trial, tuned, pipe, partial(run, prompts[index]), device, folder, measures)
                     lines = [json.dumps({"name": one.candidate.name, **asdict(one)}) for one in tuned.trials]
                     write_text("\n".join(lines) + "\n", folder / "candidates.jsonl")
@@ -163,6 +161,8 @@ def _judge(
     unpatched, index = tuned.trials[0], len(trial.clips)
     try:
         with patched(pipe, trial.candidate.config, {}):
+            if not index and device.type != "cpu" and trial in tuned.trials[:2]:
+                run()  # compiles and loads what later calls find ready
             seconds, _, sample = timed(run, device)
     except (RuntimeError, ValueError) as error:  # out of memory, or settings that this call does not have
         if trial is unpatched:

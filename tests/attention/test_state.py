@@ -221,6 +221,19 @@ def test_gradients_flow_through_steps(linear_branch):
     torch.testing.assert_close(of_found, of_whole, rtol=1e-9, atol=1e-12)
 
 
+def test_weights_may_be_trained_between_steps():
+    """What follows an update is mixed with the new weights, also without gradients and within a block."""
+    mixing, sequence, state = MIXING.double().requires_grad_(), [x.double() for x in tokens(7)], new_state()
+    *learning, last = zip(*(x.split([5, 1, 1], dim=1) for x in sequence), strict=True)
+    for part in learning:
+        state.step(*part, mixing)
+    with torch.no_grad():
+        mixing.mul_(torch.linspace(0.5, 2, 16, dtype=torch.float64).view(4, 4))
+        expected = mhla_attention(*sequence, grid=(16,), blocks=(4,), causal="token", mixing=mixing)[:, 6:]
+        found = state.step(*last, mixing)
+    assert not found.requires_grad and relative_error(found, expected) < ROUNDING
+
+
 @by_branch
 def test_autocast_changes_nothing(linear_branch):
     weights = weights_of(linear_branch)

@@ -97,6 +97,9 @@ def test_a_dense_step_corrects_those_that_follow_by_layer_and_branch(count):
             torch.testing.assert_close(ask(engine, Step(index, count), owner=owner), expected, atol=2e-2, rtol=0)
         torch.testing.assert_close(ask(engine, Step(index, count), layer=1, owner=owner), SPARSE, atol=0, rtol=0)
     torch.testing.assert_close(ask(engine, Step(5, count), owner=Owner()), SPARSE, atol=0, rtol=0)
+    for index, expected in enumerate((EXACT, SPARSE)):  # a layer without a number is never corrected
+        found = ask(engine, Step(index, count), layer=None, owner=Owner())
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

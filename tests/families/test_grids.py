@@ -131,6 +131,29 @@ def test_ids_that_change_in_place_are_read_again() -> None:
         assert torch.equal(model(*(arguments[name] for name in names), arguments["guidance"])[0], expected)
 
 
+def test_what_else_the_grid_is_read_from_is_looked_at_again() -> None:
+    """Of places that were read before: two samples packed into a row."""
+    given, read = case_of("ideogram4").inputs(), get_family("ideogram4").grid
+    read(None, given)
+    packed = given["segment_ids"].clone()
+    packed[:, len(packed[0]) // 2 :] += 1
+    with refused("packed"):
+        read(None, {**given, "segment_ids": packed})
+
+
+def test_tables_of_rope_tell_the_grid_whatever_was_read_before() -> None:
+    """A buffer that is filled again, and a part of a table that was read as a whole."""
+    model = wan()
+    attention, read = model.blocks[0].attn1, get_family("wan").mhla.grid_of
+    whole, other = (model.rope(torch.empty(1, 16, *size)) for size in ((3, 8, 12), (3, 12, 8)))
+    assert read(attention, whole) == (3, 4, 6) and read(attention, [table[:, :48] for table in whole]) == (2, 4, 6)
+    buffers = [table.clone() for table in whole]
+    assert read(attention, buffers) == (3, 4, 6)
+    for buffer, table in zip(buffers, other, strict=True):
+        buffer.copy_(table)
+    assert read(attention, buffers) == (3, 6, 4)
+
+
 COMPILED: dict[str, tuple[str, Callable[[Given], Given], Callable[[Given], Given]]] = {
     "krea2, a longer text": ("krea2", giving(), lambda _: case_of("krea2").inputs(max_sequence_length=9)),
     "flux": ("flux", giving(), giving(img_ids=places(4, 16))),

@@ -42,6 +42,22 @@ def test_the_whole_transformer_compiles_to_one_graph_for_a_size(name, settings, 
 
 
 @pytest.mark.slow
+def test_a_backend_may_lay_its_output_out_as_it_likes():
+    """As diffusers' math backend does, whose outputs are views of (B, H, N, D), in dense steps."""
+    pipe = wan_pipeline()
+    del pipe.transformer.blocks[2:]
+    pipe.transformer.set_attention_backend("_native_math")
+    mhla.apply_mhla(pipe, **SPARSE | {"dense_first": 1})
+    call = {"prompt": "a cat", "height": 32, "width": 32, "num_frames": 9, "num_inference_steps": 2}
+    outputs = []
+    for _ in range(2):
+        outputs.append(pipe(**call, output_type="latent", generator=torch.Generator().manual_seed(0)).frames)
+        pipe.transformer.compile(backend="aot_eager", fullgraph=True)
+    assert_equal_up_to_order(*outputs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["blocks", "whole"])
 @pytest.mark.parametrize("settings", [SPARSE, {"blocks": (1, 2, 2)}], ids=["sparse", "MHLA"])
 def test_steps_stay_outside_of_graphs(what, settings, counter):
