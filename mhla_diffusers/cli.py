@@ -27,7 +27,7 @@ from .tuning.commands import tune_command
 
 
 class _Commands(TyperGroup):
-    """The commands; a removed one raises an error that names its replacement."""
+    """The commands; a removed one, or a removed option, raises an error that names its replacement."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command as typer does."""
@@ -36,6 +36,16 @@ class _Commands(TyperGroup):
             if gone := where_it_went(name):
                 raise ValueError(f"`mhla {name}` was removed.{gone}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command as typer does."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            name = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
+            if gone := where_it_went(name):
+                raise ValueError(f"The option {name} was removed.{gone}") from None
+            raise
 
 
 app = typer.Typer(
@@ -190,6 +200,8 @@ def run() -> None:
 def _with_causes(error: BaseException) -> str:
     """Return the text of an error, and of those that caused it unless it contains them."""
     texts, cause = [str(error)], error.__cause__
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        texts = [f"{error.filename} does not exist; check the path."]
     while cause is not None:
         if str(cause) not in texts[-1]:
             texts.append(f"Caused by {type(cause).__name__}: {cause}")

@@ -1,118 +1,78 @@
-"""Settings: frozen dataclasses of pydantic, made from keywords, mappings or YAML, with errors of one sentence.
+"""Settings: frozen models of pydantic, made from keywords, mappings or YAML, with errors of one sentence.
 
-An error names the field by its path, such as ``validation.every``, its value and what is allowed; of an unknown name
-the nearest ones; of a file its path.
+An error names the field, its value and what is allowed; of an unknown name the nearest ones; of a file its path.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import field, fields
-from typing import Annotated, Any, Self, TypeVar, dataclass_transform
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
-from pydantic_core import ArgsKwargs, to_jsonable_python
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, ValidationError, create_model
 
 from .errors import check, check_names
+from .files import check_unique
 
-Integer = Annotated[int, Strict()]
-"""No float, text or bool."""
-Number = Annotated[float, Strict()]
-"""Finite; no text or bool."""
-Flag = Annotated[bool, Strict()]
-Positive = Annotated[Number, Field(gt=0)]
-PositiveInteger = Annotated[Integer, Field(gt=0)]
-Count = Annotated[Integer, Field(ge=0)]
-Seed = Annotated[Integer, Field(ge=0, lt=2**63)]
+Positive = Annotated[StrictFloat, Field(gt=0)]
+PositiveInteger = Annotated[StrictInt, Field(gt=0)]
+Count = Annotated[StrictInt, Field(ge=0)]
+Seed = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 """Seed that torch's random generators accept."""
 
-_RULES = ConfigDict(extra="forbid", allow_inf_nan=False)
-Made = TypeVar("Made")
 Kind = TypeVar("Kind", bound="Settings")
 
 
-@contextmanager
-def _explained(content: Any, *begin: str) -> Iterator[None]:
-    """Context in which an error of pydantic becomes a ValueError with one sentence about one value of the content."""
-    try:
-        yield
-    except ValidationError as error:
-        errors = [(_path_in(content, [*begin, *one["loc"]]), one) for one in error.errors(include_url=False)]
-        # a sentence of our own says most; of a union's members the one that fits best
-        ours = ("missing", "value_error")
-        path, worst = max(errors, key=lambda one: (one[1]["type"] in ours, len(one[0])))
-        name = ".".join(path)
-        if worst["type"] == "missing":
-            lacking = [".".join([*where, str(one["loc"][-1])]) for where, one in errors if one["type"] == "missing"]
-            said = f"{', '.join(lacking)} must be given."
-        elif worst["type"] == "value_error":
-            said = str(worst["ctx"]["error"])
-            said = said if not name or said.startswith(f"{name}=") else f"{name}: {said}"
-        else:
-            words = dict.fromkeys(re.sub(r"^\w+ should ", "", one["msg"]) for where, one in errors if where == path)
-            said = f"{name or 'content'}={worst['input']!r} must {' or '.join(words)}."
-        raise ValueError(said) from None
+class Settings(BaseModel):
+    """Base of settings; ValueError for unknown or missing names, or values that are not allowed."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-def _path_in(content: Any, location: Sequence[str | int]) -> list[str]:
-    """Return the part of pydantic's location of an error that the content has, without the members of unions."""
-    path = []
-    for name in location:
+    def __init__(self, /, **given: Any) -> None:
+        check_names(given, list(type(self).model_fields), "setting")
         try:
-            content = content[name]
-        except (LookupError, TypeError):
-            continue
-        path.append(str(name))
-    return path
+            super().__init__(**given)
+        except ValidationError as error:
+            raise ValueError(_sentence(error, given)) from None
+        self._check()
 
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def settings(*, kw_only: bool = False) -> Callable[[type[Made]], type[Made]]:
-    """Make a class a frozen dataclass of pydantic whose constructor raises ValueError with one sentence."""
-
-    def decorate(cls: type[Made]) -> type[Made]:
-        made: Any = dataclass(cls, frozen=True, kw_only=kw_only, config=_RULES)
-        validate, names = made.__init__, [one.name for one in fields(made)]
-
-        def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
-            given = dict(zip(names, arguments, strict=False)) | keywords
-            with _explained(given):
-                validate(self, **given)
-
-        made.__init__ = __init__
-        return made
-
-    return decorate
-
-
-@settings()
-class Settings:
-    """Base of settings."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_names(cls, content: Any) -> Any:
-        given = content.kwargs if isinstance(content, ArgsKwargs) else content
-        check_names(given if isinstance(given, Mapping) else (), [one.name for one in fields(cls)], "setting")
-        return content
+    def _check(self) -> None:
+        """Raise ValueError where fields contradict each other."""
 
     @classmethod
     def read(cls, content: Any) -> Self:
-        """Make settings from a mapping; ValueError for unknown or missing names, or values that are not allowed."""
-        with _explained(content):
-            return TypeAdapter(cls).validate_python(content)
+        """Make settings from a mapping, as :meth:`to_dict` returns and YAML files hold."""
+        check(isinstance(content, Mapping), f"{content!r} must be a mapping of settings.")
+        return cls(**content)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON and YAML values; :meth:`read` takes them."""
-        return to_jsonable_python(self, serialize_as_any=True)
+        """Return the fields as plain JSON and YAML values."""
+        return self.model_dump(mode="json", serialize_as_any=True)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return type(self)(**dict(self) | changes)
+
+
+def _sentence(error: ValidationError, given: Mapping[str, Any]) -> str:
+    """Say what one of the given values must be."""
+    errors = error.errors(include_url=False)
+    if lacking := [str(one["loc"][0]) for one in errors if one["type"] == "missing"]:
+        return f"{', '.join(lacking)} must be given."
+    # a sentence of our own says most; of a union's members the one that fits best
+    worst = max(errors, key=lambda one: (one["type"] == "value_error", len(one["loc"])))
+    if worst["type"] == "value_error":
+        said, path = str(worst["ctx"]["error"]), ".".join(map(str, worst["loc"]))
+        return said if said.startswith(path) else f"{path}: {said}"
+    name, value = str(worst["loc"][0]), worst["input"]
+    words = dict.fromkeys(re.sub(r"^\w+ should ", "", one["msg"]) for one in errors if one["input"] is value)
+    part = "" if value is given[name] else f": {value!r}"
+    return f"{name}={given[name]!r}{part} must {' or '.join(words)}."
 
 
 def check_value(name: str, value: object, kind: Any) -> Any:
     """Return an argument validated as a field of a kind such as ``PositiveInteger | None``, or raise ValueError."""
-    with _explained({name: value}, name):
-        return TypeAdapter(kind, config=_RULES).validate_python(value)
+    field: Any = {name: (kind, ...)}
+    return getattr(create_model("Argument", __base__=Settings, **field)(**{name: value}), name)
 
 
 def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[str] = ()) -> Kind:
@@ -123,22 +83,17 @@ def read_yaml(cls: type[Kind], text: str, source: object, overrides: Sequence[st
     """
     content = parse_yaml(text, str(source))
     try:
-        for override in overrides:
-            _set(content, override)
+        for key, value in map(parse_assignment, overrides):
+            *outer, last = key.split(".")
+            place = content
+            for name in outer:
+                place = place.setdefault(name, {}) if isinstance(place, dict) else None
+            check(isinstance(place, dict), f"{key}: {'.'.join(outer) or 'the file'} has no keys; set it as a whole.")
+            place[last] = value
         return cls.read(content)
     except ValueError as error:
-        place = f"{source} with {', '.join(overrides)}" if overrides else source
-        raise ValueError(f"{place}: {error}") from None
-
-
-def _set(content: Any, override: str) -> None:
-    """Set a value from the command line."""
-    key, value = parse_assignment(override)
-    *outer, last = key.split(".")
-    for name in outer:
-        content = content.setdefault(name, {}) if isinstance(content, dict) else None
-    check(isinstance(content, dict), f"{override!r}: {'.'.join(outer) or 'the file'} has no keys; set it as a whole.")
-    content[last] = value
+        where = f"{source} with {', '.join(overrides)}" if overrides else source
+        raise ValueError(f"{where}: {error}") from None
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -149,15 +104,12 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice."""
+    """Reads keys as text, and refuses one that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        known = set()
-        for key, _ in node.value:
-            if str(key.value) in known:
-                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
-            known.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        place = f"{node.start_mark.name}: in the mapping from line {node.start_mark.line + 1}, the key"
+        check_unique([str(key.value) for key, _ in node.value], place)
+        return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")

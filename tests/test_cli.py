@@ -18,7 +18,7 @@ import mhla_diffusers
 from mhla_diffusers import save_mhla
 from mhla_diffusers.benchmark.cases import models as models_to_measure
 from mhla_diffusers.cli import app, run
-from mhla_diffusers.config import load_patch, patch_names
+from mhla_diffusers.config import kind_of, load_patch, patch_names
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.moved import MOVED
@@ -69,12 +69,30 @@ def test_info_on_one_patch(patch, words):
 
 
 @pytest.mark.parametrize(
-    "ask", [load_patch, get_family, lambda name: CliRunner().invoke(app, name.split(), catch_exceptions=False)]
+    "ask", [load_patch, get_family, lambda name: kind_of([name]), lambda name: mhla_here(*name.split())]
 )
 def test_every_way_in_says_where_a_removed_name_went(ask, monkeypatch):
     monkeypatch.setitem(MOVED, "some-thing", "It is in studies/.")
     with pytest.raises(ValueError, match="It is in studies/."):
         ask("some-thing")
+
+
+@pytest.mark.parametrize(
+    ("asked", "instead"),
+    [
+        ("generate wan a --steps 4", "--set num_inference_steps"),
+        ("bench pipeline --density 0.1", "--change density"),
+        ("tune tiny-wan --prompts a.txt --size 64", "--set num_inference_steps"),
+        ("info --patch gone.yaml", "gone.yaml does not exist; "),
+        ("generate wan a --image gone.png", "gone.png does not exist; "),
+    ],
+)
+def test_a_removed_option_says_what_took_its_place_and_a_missing_file_which(asked, instead, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mhla", *asked.split()])
+    with pytest.raises(SystemExit):
+        run()
+    shown = capsys.readouterr().err
+    assert instead in shown and "Errno" not in shown
 
 
 def test_info_on_a_saved_patch(tmp_path):

@@ -16,7 +16,7 @@ import random
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -594,7 +594,7 @@ def training_config(recipe: Recipe, phase: Phase, output: Path, seed: int) -> Tr
         checkpoint_every=250,
         validation=ValidationConfig(samples=HELD_OUT, every=500),
     )
-    return replace(usual, **recipe.training_settings)
+    return usual.replace(**recipe.training_settings)
 
 
 def build_pipeline(recipe: Recipe, autoencoder: Any, seed: int = 0) -> Any:

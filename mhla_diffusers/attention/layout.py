@@ -73,14 +73,15 @@ def check_layout(grid: Sequence[int], blocks: Sequence[int]) -> tuple[Shape, Sha
     return grid, blocks
 
 
-def fit_blocks(blocks: Sequence[float], grid: Sequence[int]) -> Shape:
+def fit_blocks(blocks: Sequence[int], grid: Sequence[int]) -> Shape:
     """Return block counts near these that suit a grid of N tokens: at most one per token of an axis, and about √(2 N).
 
     Beyond √(2 N) blocks mixing M² pairs of them costs more than making and reading the KV states, and the cost is no
     longer linear.
     """
-    shrink = min(1.0, (math.sqrt(2 * math.prod(grid)) / math.prod(blocks)) ** (1 / len(grid)))
-    return tuple(min(size, max(1, round(shrink * count))) for size, count in zip(grid, blocks, strict=True))
+    counts = [min(count, size) for count, size in zip(blocks, grid, strict=True)]
+    shrink = min(1.0, (math.sqrt(2 * math.prod(grid)) / math.prod(counts)) ** (1 / len(grid)))
+    return tuple(max(1, round(shrink * count)) for count in counts)
 
 
 def block_lengths(tokens: int, blocks: int) -> list[int]:

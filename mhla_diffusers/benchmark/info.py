@@ -100,7 +100,7 @@ def _read_patch(patch: str) -> tuple[Any, str, Any]:
         return preset, preset.family, preset.patch
     record = read_record(adapted_patches().get(patch) or Path(patch))
     part = next(iter(record.transformers.values()))
-    return record, part.family, PatchConfig.read(part.patch)
+    return record, part.family, part.patch
 
 
 def print_any_patch(patch: str) -> None:

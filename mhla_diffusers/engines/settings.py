@@ -6,10 +6,9 @@ from typing import Any
 
 from ..config import SparseConfig, load_patch
 from ..errors import check
-from ..settings import Count, Settings, parse_yaml, settings
+from ..settings import Count, Settings, parse_yaml
 
 
-@settings()
 class EngineSettings(Settings):
     """Settings of an engine's attention; ValueError unless it is sparse in all layers."""
 
@@ -17,7 +16,7 @@ class EngineSettings(Settings):
     min_tokens: Count = 4096
     """Sequences of fewer tokens stay dense, since there sparse attention gains next to nothing."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         layers = self.config.layers
         check(
             layers == "all", f"layers={layers!r} must be 'all' in an engine; dense_layers keeps the first ones dense."
@@ -27,8 +26,8 @@ class EngineSettings(Settings):
 def read_settings(patch: str, given: Mapping[str, Any]) -> EngineSettings:
     """Read a profile, preset or YAML file, and override settings, given as values or as YAML text."""
     changes = {name: parse_yaml(value, name) if isinstance(value, str) else value for name, value in given.items()}
-    min_tokens = changes.pop("min_tokens", EngineSettings.min_tokens)
-    return EngineSettings(load_patch(patch).patch.replace(**changes), min_tokens)  # type: ignore[arg-type]
+    own = {name: changes.pop(name) for name in ("min_tokens",) if name in changes}
+    return EngineSettings(config=load_patch(patch).patch.replace(**changes), **own)  # type: ignore[arg-type]
 
 
 def settings_from_environment(environment: Mapping[str, str] = os.environ) -> EngineSettings:

@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..settings import Positive, PositiveInteger, Settings, settings
+from ..settings import Positive, PositiveInteger, Settings
 
 Size = tuple[PositiveInteger, PositiveInteger]
 Sizes = Annotated[tuple[Size, ...], Field(min_length=1)]
 
 
-@settings()
 class Clip(Settings):
     """Frames and size of a video, or of an image, which has one frame."""
 

@@ -255,7 +255,7 @@ def usual_clip(model: str, family: Family) -> Clip:
     if tiny is None:
         return usual
     frames, fps = (tiny.frames, float(FRAMES_PER_SECOND)) if tiny.is_video else (usual.frames, usual.fps)
-    return Clip(frames, fps, ((tiny.picture_size, tiny.picture_size),))
+    return Clip(frames=frames, fps=fps, sizes=((tiny.picture_size, tiny.picture_size),))
 
 
 def pipeline_file(model: str, name: str) -> Path:

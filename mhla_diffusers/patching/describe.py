@@ -9,7 +9,7 @@ from torch import nn
 
 from ..attention.costs import AttentionSizes
 from ..attention.layout import block_count, block_sizes, check_grid
-from ..config import USUAL_STEPS, CausalConfig, LinearConfig, PatchConfig, SparseConfig
+from ..config import PROFILES, USUAL_STEPS, CausalConfig, LinearConfig, PatchConfig, SparseConfig
 from ..families import Clip, Family, get_family
 from ..reporting import scaled, text_table, times
 from .finding import find_patched, find_transformers
@@ -43,7 +43,7 @@ class LayerDescription:
         """MHLA block counts on the grid; None for a layer that was kept or runs sparse attention."""
         if not isinstance(self.config, LinearConfig):
             return None
-        return self.config.blocks if self.grid is None else self.config.blocks_on(self.grid)
+        return self.config.blocks if self.grid is None else self.config.layout_on(self.grid)[1]
 
     @property
     def tokens_per_block(self) -> tuple[int, int] | None:
@@ -154,7 +154,8 @@ def applied_in_words(patched: Patched, pipe: Any) -> str:
     """Describe a new sparse patch in a line: effect, most it can save at the usual size, residual bytes."""
     config, family = patched.config, patched.family
     assert isinstance(config, SparseConfig)
-    words = f"{config.profile or config.attention}: {100 * config.density:g} % of block pairs; {dense_in_words(config)}"
+    runs = next((name for name, profile in PROFILES.items() if profile == config), config.attention)
+    words = f"{runs}: {100 * config.density:g} % of block pairs; {dense_in_words(config)}"
     if getattr(pipe, "vae", None) is None or not family.knows_layers:
         return words
     try:
@@ -243,7 +244,7 @@ def _describe_layer(
     if grid is not None:
         sizes = sizes_of(attn, family, config if running else None, grid, family.extra_tokens)
     if isinstance(config, CausalConfig) and config.own == "softmax":
-        longest = config.blocks[0] * config.block_length, *(1 for _ in config.blocks[1:])
+        longest = config.blocks[0] * config.block_length, *config.blocks[1:]
         own = config.sizes_on(grid or longest, 1, 1)
         density = own.listed_pairs / own.pairs
     elif isinstance(config, SparseConfig):
@@ -298,6 +299,6 @@ def grids_of_size(
         if family.squares_only and height != width:
             raise ValueError(f"{type(transformer).__name__} takes squares only; got height={height}, width={width}.")
         frames = num_frames if num_frames is not None else family.default_clip.frames
-        clip = Clip(frames, family.default_clip.fps, ((height, width),))
+        clip = Clip(frames=frames, fps=family.default_clip.fps, sizes=((height, width),))
         grids[name] = check_grid(family.calling.grid(pipe, transformer, clip), f"grid of {height}x{width} pixels")
     return grids

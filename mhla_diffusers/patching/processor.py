@@ -12,7 +12,7 @@ from ..attention import BACKENDS, mhla_attention
 from ..attention.layout import Shape, check_grid
 from ..attention.rope import rotated
 from ..attention.split import share_of
-from ..config import LinearConfig, PatchConfig
+from ..config import LinearConfig, PatchConfig, kind_of
 from ..errors import check, check_choice
 from ..families import AttentionAdapter, AttentionInputs, Family, family_of_attention
 from ..families.mhla import Arguments
@@ -49,7 +49,7 @@ class MHLAProcessor:
     ) -> None:
         check_choice("backend", backend, BACKENDS)
         if isinstance(config, PatchConfig | None):
-            config = PatchConfig.read(settings) if config is None else config.replace(**settings)
+            config = kind_of(settings)(**settings) if config is None else config.replace(**settings)
         if not isinstance(config, LinearConfig):
             raise ValueError(
                 f"MHLAProcessor needs settings of MHLA, such as blocks=(7, 3, 5), got {config!r}; apply_mhla(pipe) "

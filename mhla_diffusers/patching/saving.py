@@ -8,7 +8,6 @@ import json
 import logging
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..config import LinearConfig, PatchConfig, adapted_patches, patch_names
+from ..config import READ_PATCH, LinearConfig, PatchConfig, adapted_patches, patch_names
 from ..errors import check, check_choice, said_allowed
 from ..families import get_family
 from ..files import write_tensors
-from ..settings import Settings, settings
+from ..settings import Settings
 from .finding import find_transformers, is_patched, require_layers, require_patched
 from .patch import Layers, detach, plan_patch
 from .patched import Patched
@@ -49,7 +48,6 @@ PATCH_FILE = "mhla.safetensors"
 RECORD = "mhla"
 
 
-@settings()
 class TransformerRecord(Settings):
     """Facts about one transformer of a saved patch, to check that a model fits it."""
 
@@ -58,11 +56,10 @@ class TransformerRecord(Settings):
     layers: int
     heads: int
     head_dim: int
-    patch: dict[str, Any]
-    base_weights: list[str] = field(default_factory=list)
+    patch: Annotated[PatchConfig, READ_PATCH]
+    base_weights: list[str] = []
 
 
-@settings()
 class PatchRecord(Settings):
     """Header of a saved patch."""
 
@@ -72,7 +69,7 @@ class PatchRecord(Settings):
     diffusers_version: str
     weights: Weights
     transformers: Annotated[dict[str, TransformerRecord], Field(min_length=1)]
-    unpatched: list[str] = field(default_factory=list)
+    unpatched: list[str] = []
 
 
 # Saving
@@ -118,10 +115,16 @@ def save_mhla(
             _check_finite(f"{name}.{key}", tensor)
             tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
         facts, base = _facts(patched.transformer), sorted(key for key in chosen if ".mhla." not in key)
-        records[name] = TransformerRecord(**facts, patch=patched.config.to_dict(), base_weights=base)
+        records[name] = TransformerRecord(**facts, patch=patched.config, base_weights=base)
     kind: Weights = "changed" if any(one.base_weights for one in records.values()) else "mhla"
-    known = base_model_name(base_model), version("diffusers"), "all" if weights == "all" else kind
-    record = PatchRecord(5, *known, transformers=records, unpatched=sorted(others - set(handles)))
+    record = PatchRecord(
+        format_version=5,
+        base_model=base_model_name(base_model),
+        diffusers_version=version("diffusers"),
+        weights="all" if weights == "all" else kind,
+        transformers=records,
+        unpatched=sorted(others - set(handles)),
+    )
     write_tensors(tensors, Path(folder, PATCH_FILE), {RECORD: json.dumps(record.to_dict())})
     return Path(folder)
 
@@ -231,7 +234,7 @@ def load_mhla(
     plans = []
     for name, transformer in transformers.items():
         saved = record.transformers[name]
-        before = PatchConfig.read(saved.patch)
+        before = saved.patch
         opened = before if blocks is None else before.replace(blocks=blocks)
         patched, layers = plan_patch(transformer, opened, get_family(transformer), model, backend)
         part = {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
@@ -300,10 +303,7 @@ def read_record(folder: Path) -> PatchRecord:
         )
     try:
         with safe_open(path, framework="pt") as file:
-            record = PatchRecord.read(json.loads((file.metadata() or {}).get(RECORD, "null")))
-        for part in record.transformers.values():
-            PatchConfig.read(part.patch)
-        return record
+            return PatchRecord.read(json.loads((file.metadata() or {}).get(RECORD, "null")))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path} is not a valid patch: {error}") from error
 
@@ -337,8 +337,11 @@ def _check_tensors(
     problems = [f"missing {key}" for key in sorted(needed - set(tensors))]
     problems += [f"unexpected {key}" for key in sorted(set(tensors) - (needed & set(known)))]
     for key in sorted(needed & set(tensors) & set(known)):
-        if tensors[key].shape != known[key].shape:
-            problems.append(f"{key} has shape {tuple(tensors[key].shape)}, expected {tuple(known[key].shape)}")
+        found, expected = tensors[key], known[key]
+        if found.shape != expected.shape:
+            problems.append(f"{key} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+        elif found.is_floating_point() != expected.is_floating_point():
+            problems.append(f"{key} holds {found.dtype}, expected {expected.dtype}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"The patch does not fit the model: {'; '.join(problems[:8])}{more}.")

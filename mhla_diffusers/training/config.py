@@ -1,16 +1,15 @@
 """Settings of a training run: frozen, validated, read from YAML with ``key=value`` overrides."""
 
 from collections.abc import Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictFloat
 
-from ..config import AnyPatch
+from ..config import READ_PATCH, PatchConfig
 from ..errors import check
 from ..files import read_text
-from ..settings import Count, Flag, Number, Positive, PositiveInteger, Settings, read_yaml, settings
+from ..settings import Count, Positive, PositiveInteger, Seed, Settings, read_yaml
 
 Trainable = Literal["mhla", "attention", "all", "lora"]
 """What is trained: the MHLA layers' own parameters; the whole of the patched self-attentions; the whole transformer; or
@@ -35,10 +34,9 @@ MAY_CHANGE = (
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Weight = Annotated[Number, Field(ge=0)]
+_Weight = Annotated[StrictFloat, Field(ge=0)]
 
 
-@settings()
 class ObjectiveWeights(Settings):
     """Weights of the summed losses; a loss with weight 0 is not computed."""
 
@@ -50,7 +48,7 @@ class ObjectiveWeights(Settings):
     """Per layer, mean squared error between the patched attention's output and the replaced one's, on the unpatched
     model's activations. Goes with no other loss."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         check(any(vars(self).values()), f"at least one weight of {', '.join(vars(self))} must be positive.")
         check(
             not self.transfer or not (self.diffusion or self.distillation),
@@ -59,7 +57,6 @@ class ObjectiveWeights(Settings):
         )
 
 
-@settings()
 class ValidationConfig(Settings):
     """The loss on held-out samples, with fixed noise, and pictures or videos from prompts."""
 
@@ -75,7 +72,6 @@ class ValidationConfig(Settings):
     """Sampler steps for ``prompts``."""
 
 
-@settings()
 class TrainingConfig(Settings):
     """A training run; ValueError if a value is not allowed, or fields contradict each other."""
 
@@ -90,12 +86,12 @@ class TrainingConfig(Settings):
     """Hub id or folder of the pipeline to adapt; None if the caller passes the transformer."""
     component: _Text = "transformer"
     """Which transformer of the pipeline; Wan 2.2 A14B has a ``transformer_2`` as well."""
-    patch: _Text | AnyPatch | None = None
+    patch: Annotated[_Text | PatchConfig | None, READ_PATCH] = None
     """Name or YAML file of a patch, or settings; or a saved patch to begin with, such as another run's result."""
     data: _Text | Annotated[dict[_Text, Positive], Field(min_length=1)] | None = None
     """Folder of latents, of ``mhla encode`` or ``mhla synthesize``, or folders with their shares of the samples drawn;
     None if the caller passes the data."""
-    seed: Count = 0
+    seed: Seed = 0
     mixing_learning_rate: Positive | None = None
     """Learning rate of the mixing matrices and λ; None for ``learning_rate``."""
     lora_rank: PositiveInteger | None = None
@@ -115,12 +111,12 @@ class TrainingConfig(Settings):
     weight_decay: _Weight = 0.0
     """Not of the mixing matrices."""
     max_gradient_norm: Positive = 1.0
-    ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    ema_decay: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the trained weights, which is then validated and exported."""
-    gradient_checkpointing: Flag = False
+    gradient_checkpointing: StrictBool = False
     flow_shift: Positive = 3.0
     """Shift of the timesteps of flow matching (Wan, SANA)."""
-    prompt_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    prompt_dropout: Annotated[StrictFloat, Field(ge=0, lt=1)] = 0.0
     """Fraction of samples whose prompt is replaced by the empty one, for classifier-free guidance."""
     workers: Count = 0
     """Processes that prefetch data."""
@@ -129,9 +125,9 @@ class TrainingConfig(Settings):
     max_skipped: PositiveInteger = 10
     """Maximum consecutive updates that may be skipped because loss or gradient is not finite."""
     tracker: Literal["tensorboard", "wandb"] | None = None
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    validation: ValidationConfig = ValidationConfig()
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         rank, kind = self.lora_rank, self.trainable
         check(
             (kind == "lora") == (rank is not None) and (rank is not None or self.lora_layers == "attention"),

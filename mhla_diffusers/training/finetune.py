@@ -107,7 +107,7 @@ class NamedRun:
         usual = usual_clip(self.model, self.family).fps
         clips = Counter((clip.bucket, data.headers[folder].get("fps", usual)) for folder, clip in data.clips)
         (frames, height, width), fps = max(clips, key=lambda clip: (clip[0][0], clips[clip]))
-        clip = Clip(frames, fps, ((height, width),))
+        clip = Clip(frames=frames, fps=fps, sizes=((height, width),))
         return prompt_sampler(pipe, validation.prompts, clip, validation.inference_steps, component)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, StrictFloat
 
 from ..config import PROFILES, SparseConfig
 from ..errors import check
-from ..settings import Number, Positive, check_value
+from ..settings import Positive, check_value
 
 LADDERS: dict[str, tuple[Any, ...]] = {
     "density": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.3),
@@ -97,7 +97,7 @@ class Target:
             self.psnr is None or self.speedup is None,
             f"psnr={self.psnr} and speedup={self.speedup} cannot be combined; give one of them.",
         )
-        check_value("psnr", self.psnr, Annotated[Number, Field(gt=0, le=100)] | None)
+        check_value("psnr", self.psnr, Annotated[StrictFloat, Field(gt=0, le=100)] | None)
         check_value("speedup", self.speedup, Positive | None)
         if self.speedup is None and self.psnr is None:
             object.__setattr__(self, "psnr", DEFAULT_PSNR)

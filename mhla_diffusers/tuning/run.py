@@ -186,5 +186,6 @@ def _write_best(tuned: Tuned, family: str, model: str) -> None:
     """Write the best candidate's patch file."""
     best = tuned.best.candidate
     assert best.config is not None
-    patch = Patch(family, model, f"mhla tune: {best.name}; {tuned.measured}", best.config)
+    said = f"mhla tune: {best.name}; {tuned.measured}"
+    patch = Patch(family=family, base_model=model, description=said, patch=best.config)
     write_text(yaml.safe_dump(patch.to_dict(), sort_keys=False, allow_unicode=True), tuned.file)

@@ -168,7 +168,7 @@ class Adaptation:
             "prompt_dropout": 0.1,
             "checkpoint_every": 100,
             "keep_checkpoints": 1,
-            "validation": ValidationConfig(self.held_out, every=self.validate_every),
+            "validation": ValidationConfig(samples=self.held_out, every=self.validate_every),
         }
         return TrainingConfig(str(output), patch=patch, **{**settings, **changes})
 

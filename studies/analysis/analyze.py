@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, StrictInt
 from torch import nn
 
 from mhla_diffusers import MHLAConfig, audit, is_patched, mhla_layers
@@ -30,7 +30,7 @@ from mhla_diffusers.patching import (
     find_transformers,
 )
 from mhla_diffusers.reporting import require_matplotlib, text_table
-from mhla_diffusers.settings import Integer, check_value
+from mhla_diffusers.settings import check_value
 from studies.analysis.matrices import each_attention_matrix, entropy, rank
 
 LARGEST_GRID = 4096
@@ -91,7 +91,7 @@ def analyze_layers(
         kind = family.computes if config is None else config.short_name
         bound, head_dim = tokens, attentions[name].inner_dim // attentions[name].heads
         if isinstance(config, MHLAConfig):
-            bound = sum(min(size, head_dim) for size in block_sizes(grid, config.blocks_on(grid)))
+            bound = sum(min(size, head_dim) for size in block_sizes(grid, config.layout_on(grid)[1]))
         elif kind == "linear":
             bound = min(tokens, head_dim)
         found.append(Layer(name, kind, tokens, rank(matrix), bound, entropy(matrix)))
@@ -115,13 +115,13 @@ def analyze(
     """
     component, transformer = next(iter(find_transformers(model).items()))
     names = list(get_family(transformer).self_attentions(transformer))
-    check_value("layers", list(layers), list[Annotated[Integer, Field(ge=0, lt=len(names))]])
+    check_value("layers", list(layers), list[Annotated[StrictInt, Field(ge=0, lt=len(names))]])
     names = [names[layer] for layer in layers] or names
     calls = record_calls({component: transformer}, run)[component]
     call = calls[len(calls) // 2]
     grid = call.grid(transformer)
     chosen = middle_of(grid) if token is None else token
-    check_value("token", chosen, Annotated[Integer, Field(ge=0, lt=math.prod(grid))])
+    check_value("token", chosen, Annotated[StrictInt, Field(ge=0, lt=math.prod(grid))])
     rows: dict[str, torch.Tensor] = {}
 
     def keep(name: str, matrix: torch.Tensor) -> None:

@@ -217,7 +217,7 @@ class Study:
             precision=self.precision,
             checkpoint_every=50,
             keep_checkpoints=1,
-            validation=ValidationConfig(self.size.held_out, every=10**9),
+            validation=ValidationConfig(samples=self.size.held_out, every=10**9),
             **settings,
         )
         return train(model, data, config, resume="latest").finished

@@ -32,7 +32,7 @@ SPARSE = sparse_attention(*TENSORS, GRID, density=0.1)
 
 def make(min_tokens=0, **settings):
     config = SparseConfig(**{**NOTHING_DENSE, "density": 0.1, **settings})
-    return Engine(EngineSettings(config, min_tokens), logging.getLogger("test"))
+    return Engine(EngineSettings(config=config, min_tokens=min_tokens), logging.getLogger("test"))
 
 
 def ask(engine, step=None, layer=0, owner=None, grid=GRID, obstacle=""):
@@ -112,7 +112,7 @@ def test_a_dense_step_corrects_those_that_follow_by_layer_and_branch(count):
 )
 def test_other_patches_are_refused(config, words):
     with refused(words):
-        EngineSettings(config)
+        EngineSettings(config=config)
 
 
 def test_settings_from_the_environment():
@@ -122,7 +122,7 @@ def test_settings_from_the_environment():
     given |= {"DENSE_LAST": "2", "DENSE_EVERY": "0", "DENSE_LAYERS": "3", "MIN_TOKENS": "100"}
     config = SparseConfig(density=0.1, order="curve", block_size=32, key_block_size=16)
     config = config.replace(dense_first=0.1, dense_last=2, dense_every=0, dense_layers=3)
-    assert read({f"MHLA_{name}": text for name, text in given.items()}) == EngineSettings(config, 100)
+    assert read({f"MHLA_{name}": text for name, text in given.items()}) == EngineSettings(config=config, min_tokens=100)
     for patch in ("fast", "wan2.1-t2v-1.3b-sparse"):
         found = read({"MHLA_PATCH": patch, "MHLA_DENSITY": "0.1"})
         assert found.config == load_patch(patch).patch.replace(density=0.1)

@@ -37,7 +37,7 @@ def clip_of(call: Mapping[str, Any]) -> Clip:
     frames = next(
         (call[name] for name in ("num_frames", "frames", "video_length", "segment_frame_length") if name in call), 1
     )
-    return Clip(frames, 8.0, ((call["height"], call["width"]),))
+    return Clip(frames=frames, fps=8.0, sizes=((call["height"], call["width"]),))
 
 
 OTHER_SIZES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
@@ -223,7 +223,7 @@ def test_softmax_in_place_of_sana_videos_attention_has_its_norms_and_rope() -> N
 @pytest.mark.parametrize("frames", [1, 9])
 def test_wans_pipelines_get_as_many_frames_as_a_clip_has(frames: int) -> None:
     """diffusers rounds a number of frames that the temporal stride divides, as 1 always does, and adds one."""
-    pipe, clip = wan_pipeline(), Clip(frames, 16.0, ((32, 48),))
+    pipe, clip = wan_pipeline(), Clip(frames=frames, fps=16.0, sizes=((32, 48),))
     size = {"height": 32, "width": 48}
     assert get_family("wan").calling.clip_arguments(pipe, clip) == {**size, "num_frames": frames}
     settings = {"num_frames": frames, "num_inference_steps": 1, "output_type": "latent"}

@@ -63,6 +63,7 @@ DAMAGE = {
         "unexpected blocks.9.x",
     ),
     "shape": (changed(lambda tensors, _: tensors.update({NAME: torch.ones(2, 2)})), "(2, 2)...(2, 12, 12)"),
+    "integers": (changed(lambda tensors, _: tensors.update({NAME: tensors[NAME].long()})), "int64...float32"),
     "blocks": (of_transformer(lambda part: part["patch"].update(blocks=[4, 2, 3])), "(2, 12, 12)...(2, 24, 24)"),
     "other weights": (of_transformer(lambda part: part["base_weights"].pop()), "unexpected blocks.1.attn1.to_q"),
     "base weights": (of_transformer(lambda part: part["base_weights"].append("x")), "missing x"),

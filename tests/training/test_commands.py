@@ -102,7 +102,7 @@ def test_an_exported_checkpoint_is_the_result_and_generates_what_the_run_showed(
     assert _files(tmp_path / "middle") != _files(run / "result")
     pipe = WanPipeline.from_pretrained(model)  # as the run, since rounding depends on where weights lie in memory
     put_on(pipe, str(tmp_path / "middle"))
-    sample = prompt_sampler(pipe, ["a blue ball"], Clip(5, 16.0, ((32, 32),)), 2, "transformer")
+    sample = prompt_sampler(pipe, ["a blue ball"], Clip(frames=5, fps=16.0, sizes=((32, 32),)), 2, "transformer")
     sample(pipe.transformer, tmp_path / "made")
     assert _files(tmp_path / "made") == _files(run / "samples" / "step-00000003")
     with refused(str(tmp_path / "last")):

@@ -48,7 +48,7 @@ def test_yaml_and_dict_round_trip_and_overrides(path: Path) -> None:
         (TEXT, "base_dtype=int8", ["base_dtype='int8'", "trainable: lora", "gradient_checkpointing: true"]),
         (TEXT, "optimizer=schedule-free ema_decay=0.9", ["'schedule-free'", "ema_decay=0.9"]),
         (TEXT, "optimizer=schedule-free scheduler=cosine", ["'schedule-free'", "scheduler='cosine'"]),
-        (TEXT, "data={a: 3, b: 0}", ["data.b=0", "greater than 0"]),
+        (TEXT, "data={a: 3, b: 0}", ["'b': 0}: 0 must be greater than 0"]),
         (TEXT, "data=3", ["data=3", "string or", "dictionary"]),
         (TEXT, "patch={blocks: [2, 2, 2], layers: none}", ["patch", "layers='none'"]),
         (TEXT.replace("every", "evry"), "seed=1", ["run.yaml", "validation", "'evry'", "'every'"]),

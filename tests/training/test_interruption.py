@@ -6,7 +6,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def test_killed_and_resumed_gives_the_same_losses_and_weights(objective: str, tm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_exit(tmp_path: Path, number: signal.Signals) -> None:
     """Twice, since a launcher may hand on a Ctrl-C that has come from the terminal."""
-    process = start_training(replace(_config(tmp_path / "run", steps=300), checkpoint_every=1000))
+    process = start_training(_config(tmp_path / "run", steps=300).replace(checkpoint_every=1000))
     _wait_for_step(tmp_path / "run", 5, process)
     for _ in range(2):
         psutil.Process(process.pid).send_signal(number)

@@ -20,7 +20,7 @@ COMMON: dict[str, Any] = {
     "gradient_accumulation": 2,
     "ema_decay": 0.9,
     "max_gradient_norm": 0.05,
-    "validation": ValidationConfig(3, 2),
+    "validation": ValidationConfig(samples=3, every=2),
 }
 LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "gradient_checkpointing": True}
 

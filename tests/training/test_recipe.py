@@ -146,7 +146,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"make": _patched}, "patch=None"),
         ({"make": lambda: _patched(SPARSE), "patch": SPARSE, "trainable": "mhla"}, "'mhla' .*'attention', 'lora'"),
         ({"prompt_dropout": 0.1, "empty": None}, "prompt_dropout=0.1"),
-        ({"batch_size": 100, "validation": ValidationConfig(10)}, "batch_size=100 .*validation.samples=10 .* 16 "),
+        (
+            {"batch_size": 100, "validation": ValidationConfig(samples=10)},
+            "batch_size=100 .*validation.samples=10 .* 16 ",
+        ),
     ],
 )
 def test_what_is_refused_before_training(changes: dict[str, Any], words: str, finished: Path) -> None:

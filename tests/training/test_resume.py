@@ -1,7 +1,6 @@
 """Runs that go on: resumed they are the run left alone; what may change; a result that another run begins with."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("changes", "words"),
     [
         ({"batch_size": 6}, "samples per update=6, which was 2"),
-        ({"validation": ValidationConfig(4)}, "training samples=12, which was 16"),
+        ({"validation": ValidationConfig(samples=4)}, "training samples=12, which was 16"),
         ({"trainable": "mhla"}, "trainable='mhla', which was 'attention'.* may change: .*steps"),
         ({"patch": MHLAConfig(blocks=(2, 2, 1))}, r"patch\.blocks=\[2, 2, 1\], which was \[2, 2, 2\]"),
     ],
@@ -164,7 +163,7 @@ def test_a_run_begins_with_a_result_and_its_teacher_is_the_original_model(
 
     # also under a LoRA
     _, transformer = _begin(result, tmp_path / "run", **changes)
-    trained = prepare_for_training(transformer, replace(config, **LORA))
+    trained = prepare_for_training(transformer, config.replace(**LORA))
     with Original(transformer, trained).at_work():
         assert_close(_output(transformer), _output(original))
         found = {plain_name(name): parameter for name, parameter in transformer.named_parameters()}

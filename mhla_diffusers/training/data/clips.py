@@ -3,12 +3,12 @@
 import math
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from ...families.models import Sizes
 from ...generation.pixels import UnreadableMediaError
 from ...reporting import times
-from ...settings import Flag, Positive, PositiveInteger, Settings, settings
+from ...settings import Positive, PositiveInteger, Settings
 
 _ASPECTS = (1.0, 4 / 3, 3 / 2, 16 / 9, 21 / 9)
 """Width over height of the buckets of "auto", besides their inverses."""
@@ -16,7 +16,6 @@ _SAME_ASPECT = 0.06
 """Difference of logarithms up to which two aspect ratios are one."""
 
 
-@settings()
 class Clips(Settings):
     """Which clips to cut from every video, and their sizes."""
 
@@ -28,9 +27,9 @@ class Clips(Settings):
     """(height, width) in pixels; a file gets the one nearest in aspect ratio."""
     stride: PositiveInteger | None = None
     """Frames, at ``fps``, from the start of one clip (of each length) to that of the next; None for one start alone."""
-    longest: Flag = False
+    longest: StrictBool = False
     """Whether of the lengths only the longest for which the video has frames is cut from each start."""
-    upscale: Flag = False
+    upscale: StrictBool = False
     """Whether to enlarge files that are smaller than their size; else they are left out."""
 
     def size_for(self, height: int, width: int) -> tuple[int, int]:

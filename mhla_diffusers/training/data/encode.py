@@ -72,7 +72,7 @@ def synthesize(
     Each prompt, or class for DiT, gives a sample, named "number: prompt"; goes on with an earlier call. ValueError and
     OSError as :func:`encode_files`.
     """
-    training, clip = data.family.training, Clip(clips.frames[0], clips.fps, clips.sizes[:1])
+    training, clip = data.family.training, Clip(frames=clips.frames[0], fps=clips.fps, sizes=clips.sizes[:1])
     made_with = {"clip": clip.to_dict(), "steps": steps, "guidance": guidance, "seed": seed}
     made_with = data.header({**made_with, "weights": fingerprint(Path(data.name))})
     writer = CacheWriter(output, made_with, prompts, _on_cpu(training.encode_prompt(pipe, ""), data.name))

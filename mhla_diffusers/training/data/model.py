@@ -65,7 +65,14 @@ class DataModel:
         if longest:
             least = lengths[0] if len(lengths) > 1 else min(lengths[0], 1 + temporal)
             lengths = sorted({*lengths, *range(least, lengths[-1], temporal)})
-        found = Clips(tuple(lengths), fps or self.usual.fps, tuple(chosen), stride, longest, upscale)
+        found = Clips(
+            frames=tuple(lengths),
+            fps=fps or self.usual.fps,
+            sizes=tuple(chosen),
+            stride=stride,
+            longest=longest,
+            upscale=upscale,
+        )
         squares = self.family.squares_only
         for size in found.sizes:
             height, width = (max(step, round(side / step) * step) for side in size)
@@ -102,6 +109,6 @@ class DataModel:
 
     def latents_of(self, bucket: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """Return the shape of the latents of a clip of frames, height and width, and self-attention's tokens."""
-        clip = Clip(bucket[0], self.usual.fps, ((bucket[1], bucket[2]),))
+        clip = Clip(frames=bucket[0], fps=self.usual.fps, sizes=((bucket[1], bucket[2]),))
         shape = self.family.inputs.latent_shape(self.transformer.config, self.vae, clip)
         return shape, prod(self.family.token_grid(self.transformer, torch.empty(1, *shape, device="meta")))

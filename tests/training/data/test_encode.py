@@ -29,8 +29,8 @@ from ..conftest import Saved
 from ..models import settings, tiny_wan, wan_data
 from ..pipelines import dit_pipeline, wan_pipeline, write_image, write_video
 
-WAN_CLIP = Clips((5,), 8.0, ((32, 32),))
-IMAGE_CLIP = Clips((1,), 1.0, ((16, 16),))
+WAN_CLIP = Clips(frames=(5,), fps=8.0, sizes=((32, 32),))
+IMAGE_CLIP = Clips(frames=(1,), fps=1.0, sizes=((16, 16),))
 
 
 def _saved(pipe: Any, folder: Path) -> Saved:
@@ -61,7 +61,7 @@ def videos(tmp_path: Path) -> Path:
 def test_videos_become_samples_that_train(wan: Saved, videos: Path, tmp_path: Path) -> None:
     """Their latents are those that the pipeline decodes, however often it stops; an attempt in vain does not count."""
     with refused(" 4 ", "2.mp4: the file is empty"):
-        _encode(wan, videos, tmp_path / "cache", Clips((49,), 8.0, ((32, 32),)))
+        _encode(wan, videos, tmp_path / "cache", Clips(frames=(49,), fps=8.0, sizes=((32, 32),)))
     with refused(str(tmp_path), "no clips", "mhla encode", "resume"):
         LatentCache(tmp_path / "cache")
     (videos / "3.mp4").rename(tmp_path / "3.mp4")
@@ -134,7 +134,7 @@ def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_pa
     pytest.importorskip("ftfy")
     components = wan_components(flow_shift=5.0, image_channels=8)
     saved = _saved(quiet(WanImageToVideoPipeline(transformer=wan_i2v(), **components)), tmp_path / "model")
-    _encode(saved, videos, tmp_path / "cache", Clips((5,), 8.0, ((32, 32),), stride=5))
+    _encode(saved, videos, tmp_path / "cache", Clips(frames=(5,), fps=8.0, sizes=((32, 32),), stride=5))
     cache = LatentCache(tmp_path / "cache")
     assert cache.shapes == [(36, 2, 4, 4)] * 6
     assert cache[0]["encoder_hidden_states_image"].shape == (5, 8)
@@ -147,7 +147,7 @@ def test_videos_become_samples_of_image_to_video_that_train(videos: Path, tmp_pa
     ("family", "clip", "shape"),
     [
         ("wan", WAN_CLIP, (4, 2, 4, 4)),
-        ("sana", Clips((1,), 1.0, ((32, 32),)), (4, 16, 16)),
+        ("sana", Clips(frames=(1,), fps=1.0, sizes=((32, 32),)), (4, 16, 16)),
         ("dit", IMAGE_CLIP, (4, 8, 8)),
     ],
 )
@@ -180,7 +180,7 @@ def test_cache_of_another_model_or_clip_is_refused(wan: Saved, videos: Path, tmp
     with refused("vae='", "', not '"):
         data_for(other.name)
     with refused("frames=[5]", "[9]"):
-        _encode(wan, videos, tmp_path / "cache", Clips((9,), 8.0, ((32, 32),)))
+        _encode(wan, videos, tmp_path / "cache", Clips(frames=(9,), fps=8.0, sizes=((32, 32),)))
     for part in ("vae", "text_encoder"):
         file = next((copied / part).glob("*.safetensors"))
         _flipped(file)

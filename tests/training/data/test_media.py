@@ -3,7 +3,6 @@
 import math
 import re
 import subprocess
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ...refusals import refused
 from ..pipelines import write_frames, write_image, write_video
 
 CLIP = Clips(frames=(5,), fps=8.0, sizes=((32, 32),))
-IMAGE = Clips((1,), 1.0, ((32, 32),))
+IMAGE = Clips(frames=(1,), fps=1.0, sizes=((32, 32),))
 
 
 def _read(file: Path, clip: Clips = CLIP) -> torch.Tensor:
@@ -37,18 +36,18 @@ def _clips(file: Path, clips: Clips) -> list[tuple[int, int]]:
 def test_clips_begin_where_the_settings_say_with_every_length_that_is_left(tmp_path: Path) -> None:
     """Frame i of the video has level 10 i."""
     write_video(tmp_path / "a.mp4", frames=12, fps=8)
-    clips = Clips((1, 5), 8.0, ((32, 32),))
+    clips = Clips(frames=(1, 5), fps=8.0, sizes=((32, 32),))
     for stride, expected in (
         (None, [(0, 1), (0, 5)]),
         (5, [(0, 1), (0, 5), (5, 1), (5, 5), (10, 1)]),
         (4, [(0, 1), (0, 5), (4, 1), (4, 5), (8, 1)]),
         (7, [(0, 1), (0, 5), (7, 1), (7, 5)]),
     ):
-        assert _clips(tmp_path / "a.mp4", replace(clips, stride=stride)) == expected
-    longest = replace(clips, frames=(1, 3, 5), longest=True)
+        assert _clips(tmp_path / "a.mp4", clips.replace(stride=stride)) == expected
+    longest = clips.replace(frames=(1, 3, 5), longest=True)
     assert _clips(tmp_path / "a.mp4", longest) == [(0, 5)]
-    assert _clips(tmp_path / "a.mp4", replace(longest, stride=4)) == [(0, 5), (4, 5), (8, 3)]
-    assert _clips(tmp_path / "a.mp4", replace(clips, fps=4.0, stride=5)) == [(0, 1), (0, 5), (10, 1)]
+    assert _clips(tmp_path / "a.mp4", longest.replace(stride=4)) == [(0, 5), (4, 5), (8, 3)]
+    assert _clips(tmp_path / "a.mp4", clips.replace(fps=4.0, stride=5)) == [(0, 1), (0, 5), (10, 1)]
 
 
 def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
@@ -57,7 +56,7 @@ def test_automatic_sizes_have_one_area_and_sides_for_the_model() -> None:
     for height, width in sizes:
         assert height % 16 == width % 16 == 0 and 0.9 < height * width / (480 * 832) < 1.1
     for shape in ((1080, 1920), (1920, 1080), (1000, 1000), (480, 640), (3000, 2000), (1080, 2560)):
-        size = Clips((81,), 16.0, tuple(sizes), upscale=True).size_for(*shape)
+        size = Clips(frames=(81,), fps=16.0, sizes=tuple(sizes), upscale=True).size_for(*shape)
         assert size[1] / size[0] == pytest.approx(shape[1] / shape[0], rel=0.06)
     assert DataModel("tiny-wan").clips([9], 6.0, ["auto", "32x64"]).sizes[0] == (32, 64)
     assert DataModel("tiny-dit").clips(sizes=["auto"]).sizes == ((64, 64),)
@@ -204,7 +203,7 @@ def test_frames_are_those_nearest_to_the_times_asked_for(
     subprocess.run([*made, "-output_ts_offset", str(offset), str(file)], check=True)
     ratio = Fraction(given) / Fraction(wanted)
     nearest = [math.ceil(number * ratio - Fraction(1, 2)) for number in range(8)]
-    found = _read(file, Clips((8,), float(wanted), ((32, 32),))).float().mean(dim=(0, 2, 3))
+    found = _read(file, Clips(frames=(8,), fps=float(wanted), sizes=((32, 32),))).float().mean(dim=(0, 2, 3))
     step = 4 * 255 / 219  # from the range of video to that of pictures
     assert (found / step).round().int().tolist() == nearest
 
@@ -230,7 +229,7 @@ def test_frames_are_turned_and_mirrored_as_they_are_shown(
     command = [exe, "-loglevel", "error", *f"-display_{shown}".split(), "-i", str(tmp_path / "stored.mp4")]
     subprocess.run([*command, "-c", "copy", "-aspect", "2:1", str(tmp_path / "shown.mp4")], check=True)
     for frame in (
-        _read(tmp_path / "shown.mp4", Clips((5,), 8.0, ((32, 64), (64, 32), (32, 32))))[:, 0],
+        _read(tmp_path / "shown.mp4", Clips(frames=(5,), fps=8.0, sizes=((32, 64), (64, 32), (32, 32))))[:, 0],
         read_sample(tmp_path / "shown.mp4")[0],
     ):
         assert frame.shape == (3, *size)

@@ -1,6 +1,5 @@
 """Times of frame blocks: which are drawn, that all belongs to the seed, what is noised and predicted, and errors."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ FRAMES = 6
 
 def _config(output: object = "outputs/run", **changes: Any) -> TrainingConfig:
     usual = settings(output, 2, trainable="attention", patch=mhla.CausalConfig(**CAUSAL))
-    return replace(usual, validation=ValidationConfig(1, timesteps=2), **changes)
+    return usual.replace(validation=ValidationConfig(samples=1, timesteps=2), **changes)
 
 
 def _data() -> InMemoryData:
