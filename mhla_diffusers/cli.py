@@ -34,7 +34,7 @@ class _Commands(TyperGroup):
         for words in range(1, 4):
             name = " ".join(args[:words])
             if gone := where_it_went(name):
-                raise ValueError(f"`mhla {name}` was removed.{gone}")
+                raise ValueError(f"`mhla {name}`: {gone}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -42,9 +42,11 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            name = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
-            if gone := where_it_went(name):
-                raise ValueError(f"The option {name} was removed.{gone}") from None
+            unknown: Any = error
+            if type(error).__name__ == "NoSuchOption":  # its class is private to typer
+                command = unknown.ctx.command_path.removeprefix(ctx.command_path).strip()
+                if gone := where_it_went(f"{command} {unknown.option_name}"):
+                    raise ValueError(f"`mhla {command} {unknown.option_name}`: {gone}") from None
             raise
 
 

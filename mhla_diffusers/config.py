@@ -20,6 +20,7 @@ from .attention.order import blocks_per_state
 from .attention.state import Beyond
 from .errors import check, check_names, said_allowed
 from .files import read_text
+from .moved import where_it_went
 from .settings import Count, PositiveInteger, Settings, read_yaml
 
 LayerChoice = str | float | tuple[int, ...]
@@ -361,4 +362,4 @@ def load_patch(name_or_path: str | Path) -> Patch:
     if len(path.parts) > 1:
         raise ValueError(f"{name} does not exist; a run that begins with the result of another comes after it.")
     known = [*PROFILES, *patch_names(), *adapted_patches()]
-    raise ValueError(f"Unknown patch {name!r}; {said_allowed(name, known, 'mhla info')}")
+    raise ValueError(f"Unknown patch {name!r}; {where_it_went(name) or said_allowed(name, known, 'mhla info')}")

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from .moved import where_it_went
-
 
 def check(condition: bool, message: str) -> None:
     """Raise ValueError with the message unless a condition holds."""
@@ -37,9 +35,7 @@ def nearest(name: object, allowed: Iterable[object], count: int = 2, cutoff: flo
 
 
 def said_allowed(name: object, allowed: Sequence[str], listed_by: str = "") -> str:
-    """Say where an unknown name went, or else the names nearest to it and all allowed ones or what lists them."""
-    if gone := where_it_went(name):
-        return f"it was removed.{gone}"
+    """Return the names nearest to an unknown one, then all allowed names or the command that lists them."""
     if listed_by:
         return f"{nearest(name, allowed, count=3, cutoff=0.4)} `{listed_by}` lists all.".lstrip()
     hint = nearest(name, allowed)

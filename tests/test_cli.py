@@ -18,7 +18,7 @@ import mhla_diffusers
 from mhla_diffusers import save_mhla
 from mhla_diffusers.benchmark.cases import models as models_to_measure
 from mhla_diffusers.cli import app, run
-from mhla_diffusers.config import kind_of, load_patch, patch_names
+from mhla_diffusers.config import load_patch, patch_names
 from mhla_diffusers.families import get_family
 from mhla_diffusers.families.refused import REFUSED
 from mhla_diffusers.moved import MOVED
@@ -68,9 +68,7 @@ def test_info_on_one_patch(patch, words):
     assert all(len(line) <= 80 for line in shown.splitlines() if "/" not in line)
 
 
-@pytest.mark.parametrize(
-    "ask", [load_patch, get_family, lambda name: kind_of([name]), lambda name: mhla_here(*name.split())]
-)
+@pytest.mark.parametrize("ask", [load_patch, get_family, lambda name: mhla_here(*name.split())])
 def test_every_way_in_says_where_a_removed_name_went(ask, monkeypatch):
     monkeypatch.setitem(MOVED, "some-thing", "It is in studies/.")
     with pytest.raises(ValueError, match="It is in studies/."):

@@ -62,9 +62,7 @@ def get_family(transformer: Any) -> Family:
     if family is None:
         kind = transformer if isinstance(transformer, str) else _class_of(transformer)
         name = kind if isinstance(kind, str) else kind.__name__
-        if gone := where_it_went(name):
-            raise ValueError(f"{name!r} is no longer a family of this package.{gone}")
-        raise ValueError(f"{name!r} has no family; {supported_instead(kind)}")
+        raise ValueError(f"{name!r} has no family; {where_it_went(name) or supported_instead(kind)}")
     return family
 
 

@@ -95,7 +95,8 @@ def tune(
                     index = len(trial.clips)
                     bar.set_description(f"{trial.candidate.name}, prompt {index + 1} of {len(prompts)}")
                     _judge(trial, tuned, pipe, partial(run, prompts[index]), device, folder, measures)
-                    lines = [json.dumps({"name": one.candidate.name, **asdict(one)}) for one in tuned.trials]
+                    said = ({"name": one.candidate.name, **asdict(one)} for one in tuned.trials)
+                    lines = [json.dumps(one, default=SparseConfig.to_dict) for one in said]
                     write_text("\n".join(lines) + "\n", folder / "candidates.jsonl")
                     if trial.clips:
                         bar.set_description(f"{trial.candidate.name}: {trial.psnr:.1f} dB at {trial.speedup:.2f}x")
