@@ -46,7 +46,7 @@ def forward_runs(case: Case, transformer: Any, inputs: dict[str, Any], *, compil
         patches |= {PLAIN: {"blocks": (1,) * len(blocks)}, MHLA: {"blocks": blocks}}
         patches |= {HYBRID: {"blocks": blocks, "layers": "2/3"}}
     if is_softmax:
-        patches[SPARSE] = {"density": SparseConfig.density}
+        patches[SPARSE] = {"density": SparseConfig().density}
     runs: Runs = {}
 
     def add(name: str, backend: str | None = None, flops: int | None = own, **change: Any) -> None:

@@ -26,8 +26,9 @@ class EngineSettings(Settings):
 def read_settings(patch: str, given: Mapping[str, Any]) -> EngineSettings:
     """Read a profile, preset or YAML file, and override settings, given as values or as YAML text."""
     changes = {name: parse_yaml(value, name) if isinstance(value, str) else value for name, value in given.items()}
-    own = {name: changes.pop(name) for name in ("min_tokens",) if name in changes}
-    return EngineSettings(config=load_patch(patch).patch.replace(**changes), **own)  # type: ignore[arg-type]
+    min_tokens = changes.pop("min_tokens", EngineSettings().min_tokens)
+    config: Any = load_patch(patch).patch.replace(**changes)
+    return EngineSettings(config=config, min_tokens=min_tokens)
 
 
 def settings_from_environment(environment: Mapping[str, str] = os.environ) -> EngineSettings:

@@ -192,7 +192,7 @@ def test_a_run_that_failed_does_not_bind_the_folder(tmp_path):
         ({"batch_size": 0}, "batch_size=0"),
         ({"samples": [Sample("a.mp4", "1")]}, "'a.mp4'"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
-        ({"samples": lambda: plan_samples(["1"], ".png", (0, -1))}, "seeds.1=-1 .*0"),
+        ({"samples": lambda: plan_samples(["1"], ".png", (0, -1))}, "seeds=.*: -1 must .*0"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, change, message):
