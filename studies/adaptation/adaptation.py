@@ -170,7 +170,7 @@ class Adaptation:
             "keep_checkpoints": 1,
             "validation": ValidationConfig(samples=self.held_out, every=self.validate_every),
         }
-        return TrainingConfig(str(output), patch=patch, **{**settings, **changes})
+        return TrainingConfig(output=str(output), patch=patch, **{**settings, **changes})
 
     def adapt(self, pipe: Any, runs: Sequence[dict[str, Any]], output: Path, **changes: Any) -> None:
         """Train the transformer of a pipeline of :meth:`patched`, from its last checkpoint if interrupted.

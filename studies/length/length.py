@@ -209,7 +209,7 @@ class Study:
     def train(self, model: Any, name: str, data: Captions, batch_size: int, **settings: Any) -> bool:
         """Train by the package's recipe, in a folder of the output; whether it finished."""
         config = TrainingConfig(
-            str(self.output / "runs" / name),
+            output=str(self.output / "runs" / name),
             patch=next((patched.config for patched in find_patched(model).values()), None),
             batch_size=batch_size,
             flow_shift=FLOW_SHIFT,
