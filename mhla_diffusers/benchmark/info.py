@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from ..attention import BACKENDS, feature_map_names
-from ..config import LinearConfig, PatchConfig, adapted_patches, load_patch, patch_names
+from ..config import LinearConfig, adapted_patches, load_patch, patch_names
 from ..devices import choose_device
 from ..families import families
 from ..generation.pipelines import has_weights
