@@ -35,9 +35,9 @@ class Condition(NamedTuple):
         return [int(getattr(config, size)) if isinstance(size, str) else size for size in self.shape]
 
 
-def masked_text(tokens: int, width: str, dtype: torch.dtype, output: int = 1) -> tuple[Condition, Condition]:
-    """Return the usual arguments for a text of so many padded tokens, and its mask; ``output`` is the mask's index."""
-    mask = Condition("encoder_attention_mask", (tokens,), output, dtype)
+def masked_text(tokens: int, width: str, dtype: torch.dtype) -> tuple[Condition, Condition]:
+    """Return the usual arguments for a text of so many padded tokens, and its mask."""
+    mask = Condition("encoder_attention_mask", (tokens,), 1, dtype)
     return Condition("encoder_hidden_states", (tokens, width)), mask
 
 
