@@ -2,13 +2,10 @@
 
 import os
 
-import psutil
 import torch
 
 FLOAT_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by name."""
-PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16}
-"""Types of training by accelerate's names."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -35,15 +32,11 @@ def device_and_type(device: str, dtype: str | None) -> tuple[torch.device, torch
 
 def launched_processes() -> int:
     """Count the processes that a launcher started, including this one; 1 without a launcher."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first_process() -> bool:
     """Whether this is the first of the processes that a launcher started, or the only one."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -56,11 +49,3 @@ def launched_on_cpus() -> bool:
 
     several = "LOCAL_RANK" in os.environ and launched_processes() > 1
     return parse_flag_from_env("ACCELERATE_USE_CPU") or (several and not torch.accelerator.is_available())
-
-
-def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return peak bytes: torch's on the device (not for a CPU), and this process's resident memory."""
-    resident = {"host_memory": psutil.Process().memory_info().rss}
-    if device.type == "cpu":
-        return resident
-    return {"device_memory": torch.accelerator.max_memory_allocated(device), **resident}

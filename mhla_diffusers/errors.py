@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 
@@ -40,6 +41,14 @@ def said_allowed(name: object, allowed: Sequence[str], listed_by: str = "") -> s
         return f"{nearest(name, allowed, count=3, cutoff=0.4)} `{listed_by}` lists all.".lstrip()
     hint = nearest(name, allowed)
     return f"{hint} Allowed: {', '.join(allowed)}." if hint else f"allowed: {', '.join(allowed)}."
+
+
+def required(module: str, extra: str) -> Any:
+    """Import a module of an optional dependency; the ImportError says how it is installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{error}; {installing(extra)}.") from error
 
 
 def installing(extra: str) -> str:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from .errors import check
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
@@ -58,7 +57,7 @@ def write_json(result: Any, file: Path) -> None:
     write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", file)
 
 
-def write_tensors(tensors: Mapping[str, "torch.Tensor"], file: Path, metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(tensors: Mapping[str, Any], file: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors, contiguous and on the CPU, as a safetensors file with the permissions of any new file."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -178,18 +177,13 @@ def read_lines(file: Path) -> list[str]:
 
 def read_json(file: Path) -> Any:
     """Read a JSON file."""
-    text = read_text(file)
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{file} is not a readable JSON file: {str(error).rstrip('.')}.") from error
+    return _json(read_text(file), file)
 
 
 def check_unique(names: Sequence[str], what: str) -> None:
     """Raise ValueError if a name is given twice; ``what`` begins the message."""
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise ValueError(f"{what} {twice!r} is given twice; keep one of them.")
+    check(twice is None, f"{what} {twice!r} is given twice; keep one of them.")
 
 
 def read_csv(file: Path) -> list[dict[str, str | None]]:
@@ -206,18 +200,18 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
             f"{file} is not valid CSV at line {rows.reader.line_num}: {error}. Quote texts with commas or "
             'quotation marks, and double the marks inside: "a, ""b""".'
         ) from error
-    check_unique(rows.fieldnames or (), f"{file}: the column")
     return found
 
 
 def read_json_lines(file: Path) -> list[Any]:
     """Read a file with one JSON value per line, without empty lines; ValueError for an empty file."""
-    values: list[Any] = []
-    for number, line in enumerate(read_text(file).split("\n"), start=1):  # not splitlines(), as above
-        try:
-            values += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"Line {number} of {file} is not JSON: {error}.") from error
-    if not values:
-        raise ValueError(f"{file} is empty.")
-    return values
+    lines = {number: line for number, line in enumerate(read_text(file).split("\n"), start=1) if line.strip()}
+    check(bool(lines), f"{file} is empty.")
+    return [_json(line, f"Line {number} of {file}") for number, line in lines.items()]
+
+
+def _json(text: str, where: object) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {str(error).rstrip('.')}.") from error

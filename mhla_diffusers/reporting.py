@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .errors import installing
+from .errors import required
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
@@ -35,10 +35,9 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
-def wrap(text: str, width: int | None = None) -> list[str]:
-    """Split a text into lines of a width, the terminal's if None; words are not broken."""
-    width = width or shutil.get_terminal_size().columns
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+def wrap(text: str) -> list[str]:
+    """Split a text into lines of the terminal's width; words are not broken."""
+    return textwrap.wrap(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -79,11 +78,5 @@ def progress(items: Iterable[Any] | None = None, **settings: Any) -> Any:
 
 def require_matplotlib() -> Any:
     """Import matplotlib's pyplot, without a display; ImportError if it is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(f"Plots need matplotlib; {installing('plots')}.") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    required("matplotlib", "plots").use("Agg")
+    return required("matplotlib.pyplot", "plots")

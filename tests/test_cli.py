@@ -49,7 +49,7 @@ def test_errors_name_extras_that_there_are(monkeypatch):
     root = Path(mhla_diffusers.__file__).parents[1]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     sources = "".join(file.read_text() for file in root.glob("mhla_diffusers/**/*.py"))
-    assert set(re.findall(r"installing\(\W(\w+)\W\)", sources)) <= extras.keys()
+    assert set(re.findall(r"(?:installing\(|required\(.*, )\W(\w+)\W\)", sources)) <= extras.keys()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'`pip install "\.\[plots\]"`'):
         require_matplotlib()
@@ -154,6 +154,28 @@ show([], typer.main.get_command(app))
 """
 
 
+WRONG = """
+import sys
+from mhla_diffusers.cli import app
+
+for words in {commands}:
+    try:
+        app(words.split(), standalone_mode=False)
+    except Exception as error:
+        assert "nowhere" in str(error), error
+    else:
+        sys.exit("not refused: " + words)
+"""
+MISSING = [
+    "generate wan --prompts nowhere",
+    "encode --model tiny-wan --source nowhere --output x",
+    "synthesize --model tiny-wan --prompts nowhere --output x",
+    "tune wan --prompts nowhere",
+    "finetune nowhere.yaml",
+    "eval fid nowhere nowhere",
+]
+
+
 @pytest.mark.parametrize(
     ("script", "imported", "left_out"),
     [
@@ -169,8 +191,14 @@ show([], typer.main.get_command(app))
             "diffusers transformers torch._dynamo",
         ),
         ("import mhla_diffusers", "mhla_diffusers", "torch diffusers numpy typer rich yaml"),
+        (WRONG.format(commands=MISSING), "mhla_diffusers.cli", "torch diffusers numpy"),
+        (
+            WRONG.format(commands=["generate nowhere x", "generate wan x --patch nowhere", "bench op --model nowhere"]),
+            "torch",
+            "diffusers transformers torch._dynamo",
+        ),
     ],
-    ids=["help of every command", "info", "the package"],
+    ids=["help of every command", "info", "the package", "files that are missing", "names that are unknown"],
 )
 def test_what_is_imported(script, imported, left_out):
     found = modules_after(script)

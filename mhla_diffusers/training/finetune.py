@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ..devices import PRECISIONS, is_first_process, launched_on_cpus
+from ..devices import is_first_process, launched_on_cpus
 from ..errors import check
 from ..families import Clip, trained_family
 from ..files import folder_for_results, read_json, write_whole_folder
@@ -72,7 +72,7 @@ class NamedRun:
             raise ValueError("The configuration must name model and data, for example model=Wan-AI/… data=latents/….")
         self.config, self.model, self.data = config, pipeline_source(config.model), config.data
         self.family = trained_family(family_of(self.model, config.component).name)
-        self._dtype = PRECISIONS[config.precision]
+        self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
 
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""

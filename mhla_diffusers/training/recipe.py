@@ -14,13 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..config import LinearConfig, load_patch
-from ..devices import is_first_process, launched_on_cpus, launched_processes, peak_memory
+from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..errors import check
 from ..families import NoisedBatch, predict, trained_family
 from ..files import fingerprint, folder_for_results, write_tensors, write_whole_folder
@@ -305,8 +306,10 @@ class Recipe:
                 if len(times) == _MEASURED + 1:
                     seconds = (times[-1] - times[2]) / (_MEASURED - 2)
                     left = (config.steps - self.step) * seconds / 3600
-                    peak = ", ".join(f"{name} {scaled(x, 1024, 'B')}" for name, x in peak_memory(self.device).items())
-                    logger.info("Step %d: %.3g s per update, %.2g h to go; peak %s.", self.step, seconds, left, peak)
+                    on_cpu, memory = self.device.type == "cpu", psutil.Process().memory_info()
+                    used = memory.rss if on_cpu else torch.accelerator.max_memory_allocated(self.device)
+                    told = self.step, seconds, left, scaled(used, 1024, "B")
+                    logger.info("Step %d: %.3g s per update, %.2g h to go; peak memory %s.", *told)
                 if signals:
                     self.accelerator.set_trigger()
                 must_stop, is_last = self.accelerator.check_trigger(), self.step == config.steps

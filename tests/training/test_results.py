@@ -9,7 +9,6 @@ import torch
 
 from mhla_diffusers import CausalConfig, MHLAConfig, SparseConfig, apply_mhla, load_mhla, remove_mhla
 from mhla_diffusers.config import PatchConfig
-from mhla_diffusers.devices import PRECISIONS
 from mhla_diffusers.families import predict
 from mhla_diffusers.training import TrainingConfig, ValidationConfig, read_metrics, train
 
@@ -66,6 +65,7 @@ def test_any_recipe_goes_with_any_patch_and_precision(
 def _train(family: str, config: TrainingConfig) -> Any:
     make, data = FAMILIES[family]
     assert isinstance(config.patch, PatchConfig)
-    transformer = apply_mhla(make().to(PRECISIONS[config.precision]), config.patch)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    transformer = apply_mhla(make().to(dtype), config.patch)
     assert train(transformer, data(), config).finished
     return transformer
