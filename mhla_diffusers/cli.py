@@ -158,7 +158,6 @@ def audit(
 
     choice = PipelineChoice(family, **{**options, "settings": {"num_inference_steps": 4, **options["settings"]}})
     with folder_for_results(output):
-        choice.check()
         pipe = choice.load([prompt])
         found = audit_model(pipe, lambda: choice.call(pipe, [prompt], [torch.Generator().manual_seed(seed)]))
         typer.echo(str(found))

@@ -12,8 +12,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from .errors import check
-
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif", ".m4v", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
 _PART = 2**16
@@ -183,7 +181,8 @@ def read_json(file: Path) -> Any:
 def check_unique(names: Sequence[str], what: str) -> None:
     """Raise ValueError if a name is given twice; ``what`` begins the message."""
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    check(twice is None, f"{what} {twice!r} is given twice; keep one of them.")
+    if twice is not None:
+        raise ValueError(f"{what} {twice!r} is given twice; keep one of them.")
 
 
 def read_csv(file: Path) -> list[dict[str, str | None]]:
@@ -206,7 +205,8 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
 def read_json_lines(file: Path) -> list[Any]:
     """Read a file with one JSON value per line, without empty lines; ValueError for an empty file."""
     lines = {number: line for number, line in enumerate(read_text(file).split("\n"), start=1) if line.strip()}
-    check(bool(lines), f"{file} is empty.")
+    if not lines:
+        raise ValueError(f"{file} is empty.")
     return [_json(line, f"Line {number} of {file}") for number, line in lines.items()]
 
 

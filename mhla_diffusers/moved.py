@@ -14,7 +14,7 @@ MOVED: dict[str, str] = {
     "demo": "`mhla bench pipeline --model tiny-wan` times the profiles; studies/quality judges adapted patches.",
     "dinov2": "Use apply_mhla(model, grid=…, extra=(1, 0)); studies/real_weights/dinov2.py shows it, and MHLA.",
     "eval clip": "It is `mhla eval compare FOLDER --clip-model openai/clip-vit-large-patch14`.",
-    "eval samples prompts": "`mhla generate FAMILY --prompt-file FILE` makes such a set; accelerate launch shares it.",
+    "eval samples prompts": "`mhla generate FAMILY --prompts FILE` makes such a set; accelerate launch shares it.",
     "generate --weights": "Give a run's `result` folder as --patch.",
     "pooled-vit": "studies/classify/pooled_vit.py registers it.",
     "tiny-wan-4-steps": "Distillation to four steps is a study, studies/few_steps/, and ships no patch.",
@@ -29,6 +29,8 @@ MOVED: dict[str, str] = {
         for command in ("generate", "bench pipeline", "audit", "tune")
         for name in _OF_CALL
     },
+    **dict.fromkeys(("generate --prompt-file", "bench pipeline --prompt-file"), "It is --prompts FILE."),
+    **dict.fromkeys(("encode --precision", "synthesize --precision"), "It is --dtype, float32 or bfloat16."),
     **dict.fromkeys(("deit", "siglip", "vit", "DeiTForImageClassification"), _BY_GRID),
     **dict.fromkeys(("ViTForImageClassification", "ViTModel"), _BY_GRID),
     **dict.fromkeys(("dig", "DiGTransformer2DModel"), "DiG is in the repository's history alone; no table needs it."),

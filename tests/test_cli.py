@@ -82,7 +82,7 @@ def test_every_way_in_says_where_a_removed_name_went(ask, monkeypatch):
         ("bench pipeline --density 0.1", "--change density"),
         ("tune tiny-wan --prompts a.txt --size 64", "--set num_inference_steps"),
         ("info --patch gone.yaml", "gone.yaml does not exist; "),
-        ("generate wan a --image gone.png", "gone.png does not exist; "),
+        ("generate wan a --image gone.png", "'gone.png' does not exist"),
     ],
 )
 def test_a_removed_option_says_what_took_its_place_and_a_missing_file_which(asked, instead, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def test_patch_that_was_saved_before_stays(tmp_path):
 @pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])
 def test_what_is_generated_in_part_is_no_sample(tmp_path, family, suffix):
     settings = FAST if family == "dit" else {**FAST, "num_frames": 2}
-    config = SampleSet(family, plan_samples(["seven"], suffix), tmp_path / "out", settings=settings)
+    config = SampleSet(family, plan_samples([("seven", None)], suffix), tmp_path / "out", settings=settings)
     with full_disk(), refused(f"out/0000-0-seven{suffix}: ", "another folder", error=OSError):
         list(generate(config))
     assert not list(tmp_path.glob(f"out/*{suffix}"))

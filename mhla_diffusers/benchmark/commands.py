@@ -74,7 +74,7 @@ def bench_pipeline(
         list[str] | None,
         typer.Option(help="Profile, preset, YAML file or saved patch; repeatable; default: all profiles."),
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Prompts, one per line; default: a built-in one.")] = None,
+    prompts: Annotated[Path | None, typer.Option(exists=True, help="One per line; default: a built-in one.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Timed calls of each, after a warm-up call.")] = 3,
     output: _OUTPUT = _DEFAULT,
 ) -> None:
@@ -88,6 +88,6 @@ def bench_pipeline(
     changes = options.pop("patch_settings")
     choice = PipelineChoice(family_of(model).name, model=model, **options)
     results = Results("pipeline", *device_and_type(choice.device, choice.dtype), output)
-    prompts = [] if prompt_file is None else [prompt for prompt, _ in read_prompts(prompt_file)]
-    benchmark_pipeline(choice, patch or tuple(PROFILES), results, prompts, changes, repetitions)
+    texts = [] if prompts is None else [prompt for prompt, _ in read_prompts(prompts)]
+    benchmark_pipeline(choice, patch or tuple(PROFILES), results, texts, changes, repetitions)
     results.finish()

@@ -75,9 +75,8 @@ def print_model(
     plain, patched = counted[0]
     whole, left = sum(plain.values()), sum(patched.values())
     cost, cost_after = (scaled(one, 1000, "FLOP") for one in (whole, left))
-    tokens = f"{times(case.grid)} = {math.prod(case.grid):,} tokens"
-    _say(f"{name} at {case.size}: {tokens}; its own attention is {family.computes}")
-    _say(f"patched: {summary_of(config)}")
+    size = f"{name} at {case.size}: {times(case.grid)} = {math.prod(case.grid):,} tokens"
+    _say(f"{size}; its own attention is {family.computes}\npatched: {summary_of(config)}")
     _say(f"one forward: {cost} → {cost_after}, so at most {whole / left:.2f} times faster")
     most = config.call_speedup(whole, left, steps)
     _say(f"{dense_in_words(config, steps)}: a call is at most {most:.2f} times faster")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ class Results:
         self.device, self.dtype = device, dtype
         self.conditions = gather_conditions(device)
         folder = output / re.sub(r"[^a-z0-9]+", "-", self.conditions["device"].lower()).strip("-")
-        self.file = folder / f"{command}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+        self.file = folder / f"{command}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"  # a short run takes less than a second
         self.rows: list[Row] = []
         folder.mkdir(parents=True, exist_ok=True)  # before anything is measured
 

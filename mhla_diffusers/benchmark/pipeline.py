@@ -50,7 +50,7 @@ def benchmark_pipeline(
     ``changes`` replace settings of all patches, such as ``density``.
     """
     for name in patches:
-        replace(choice, patch=name, patch_settings=dict(changes)).check()
+        replace(choice, patch=name, patch_settings=dict(changes))  # raises before anything runs
     texts = prompts or (("3",) if choice.of_family.calling.prompts_are_classes else ("a seven moving left",))
     pipe = choice.load(texts)
     settings = [f"{name}={x}" for name, x in {**choice.settings, **changes}.items()]

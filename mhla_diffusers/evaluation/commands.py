@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from ..files import read_json, read_json_lines, write_json
-from ..generation.names import CHOICE, expand_options, parse_settings
+from ..generation.names import CHOICE, expand_options
 from ..generation.record import Sample
 from ..reporting import progress, text_table
+from ..settings import parse_assignment
 from .geneval import geneval_samples, geneval_score, write_geneval_metadata
 from .vbench import DIMENSIONS, read_results, suite_videos, total_scores, vbench_commands
 
@@ -28,13 +29,15 @@ _DEVICE = Annotated[str, typer.Option(help="auto, cpu, cuda, …")]
 
 @app.command()
 def fid(
-    samples: Annotated[Path, typer.Argument(help="Folder of images or videos.")],
-    reference: Annotated[Path, typer.Argument(help="Folder of images or videos, or an npz with mu and sigma.")],
+    samples: Annotated[Path, typer.Argument(exists=True, help="Folder of images or videos.")],
+    reference: Annotated[
+        Path, typer.Argument(exists=True, help="Folder of images or videos, or an npz with mu and sigma.")
+    ],
     extractor: Annotated[
         str, typer.Option(help="adm, clean, or package.module:callable: uint8 images (B, 3, H, W) to features (B, D).")
     ] = "adm",
     weights: Annotated[Path | None, typer.Option(help="Inception weights.")] = None,
-    device: _DEVICE = "cpu",
+    device: _DEVICE = "auto",
     batch_size: Annotated[int, typer.Option(min=1, help="Images per call of the extractor.")] = 50,
     output: _OUTPUT = None,
 ) -> None:
@@ -76,7 +79,7 @@ def vbench(
 
 @app.command("geneval")
 def geneval_results(
-    results: Annotated[Path, typer.Argument(help="results.jsonl of GenEval's evaluate_images.py.")],
+    results: Annotated[Path, typer.Argument(exists=True, help="results.jsonl of GenEval's evaluate_images.py.")],
     output: _OUTPUT = None,
 ) -> None:
     """Compute GenEval's score from its evaluator's results; eval samples geneval generates the images."""
@@ -85,7 +88,9 @@ def geneval_results(
 
 @app.command("compare")
 def compare_variants(
-    sets: Annotated[list[Path], typer.Argument(help="One or more folders of sample sets, the baseline first.")],
+    sets: Annotated[
+        list[Path], typer.Argument(exists=True, help="One or more folders of sample sets, the baseline first.")
+    ],
     clip_model: Annotated[
         str | None,
         typer.Option(help="Hub id or folder of a CLIP model, for 100 x the cosine of image and prompt."),
@@ -94,7 +99,7 @@ def compare_variants(
         list[str] | None, typer.Option(help="NAME=package.module:callable of images and texts; repeatable.")
     ] = None,
     similarity: Annotated[bool, typer.Option(help="PSNR, SSIM and LPIPS to the first set's samples.")] = True,
-    device: _DEVICE = "cpu",
+    device: _DEVICE = "auto",
     output: _OUTPUT = None,
 ) -> None:
     """Score sample sets, and compare those from the same noise with the first one, also by similarity."""
@@ -104,7 +109,7 @@ def compare_variants(
     from .extractors import load_callable
 
     read_variants(sets)  # before a model is asked of the Hub
-    scores: dict[str, SampleScore] = {x: load_callable(str(y)) for x, y in parse_settings(score or ()).items()}
+    scores: dict[str, SampleScore] = {x: load_callable(str(y)) for x, y in map(parse_assignment, score or ())}
     if clip_model is not None:
         scores["clip_score"] = ClipScorer(clip_model, device)
     similarities, missing = load_similarities(device) if similarity and sets[1:] else ({}, [])
@@ -127,7 +132,7 @@ def compare_variants(
 def set_options(
     family: Annotated[str, typer.Option(help="wan, flux, mochi, …; mhla info lists all.")],
     seed: Annotated[int, typer.Option(help="Seed of the set.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Samples per call of the pipeline.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per call of the pipeline.")] = 1,
 ) -> dict[str, Any]:
     """Return the options of every set as arguments of :class:`SampleSet`."""
     return {"family": family, "set_seed": seed, "batch_size": batch_size}
@@ -148,7 +153,7 @@ def classes(
 
     family = options["family"]
     if not family_named(family).calling.prompts_are_classes:
-        raise ValueError(f"{family} takes text, not classes; use mhla generate {family} --prompt-file FILE.")
+        raise ValueError(f"{family} takes text, not classes; use mhla generate {family} --prompts FILE.")
     _, labels = classes_of(options["model"] or f"tiny-{family}", family_named(family))
     _generate(options, output, [Sample(f"{number:06d}.png", str(number % labels)) for number in range(count)])
 
@@ -157,7 +162,7 @@ def classes(
 @_SAMPLES
 def geneval_set(
     output: _SET,
-    metadata: Annotated[Path, typer.Argument(help="GenEval's evaluation_metadata.jsonl.")],
+    metadata: Annotated[Path, typer.Argument(exists=True, help="GenEval's evaluation_metadata.jsonl.")],
     options: dict[str, Any],
 ) -> None:
     """Generate images of GenEval's prompts, laid out for its evaluator."""

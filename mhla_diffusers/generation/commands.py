@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import check
 from .names import CHOICE, expand_options, read_prompts
 
 
@@ -17,10 +18,10 @@ def generate_command(
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(help="More prompts: one per line, or a .csv or .jsonl with columns text and image."),
+        typer.Option("--prompts", exists=True, help="One per line, or a .csv or .jsonl with columns text and image."),
     ] = None,
     image: Annotated[
-        Path | None, typer.Option(help="Image for image-to-video, for prompts without one in the file.")
+        Path | None, typer.Option(exists=True, help="Image for image-to-video, for prompts without one in the file.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder; default: outputs/<family>.")] = None,
     seeds: Annotated[
@@ -34,13 +35,10 @@ def generate_command(
     from .generate import SampleSet, generate_share, plan_samples
     from .pipelines import family_named
 
-    calling = family_named(family).calling
-    rows: list[tuple[str, Path | None]] = [(prompt, None) for prompt in prompts or ()]
-    rows += read_prompts(prompt_file) if prompt_file is not None else ()
-    if not rows:
-        raise ValueError(f"No prompt: type mhla generate {family} PROMPT, or give --prompt-file FILE.")
-    images = [own or image for _, own in rows]
-    samples = plan_samples([prompt for prompt, _ in rows], calling.suffix, seeds or (0,), images)
+    rows = [(prompt, image) for prompt in prompts or ()]
+    rows += [(prompt, own or image) for prompt, own in (read_prompts(prompt_file) if prompt_file else ())]
+    check(bool(rows), f"No prompt: type mhla generate {family} PROMPT, or give --prompts FILE.")
+    samples = plan_samples(rows, family_named(family).calling.suffix, seeds or (0,))
     folder = output or Path("outputs", family)
     chosen = SampleSet(family, samples, folder, **options)
     typer.echo(chosen.summary, err=True)

@@ -4,7 +4,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,14 +13,11 @@ import torch
 
 from ..devices import launched_on_cpus
 from ..errors import check
-from ..files import file_hash, folder_for_results
-from ..settings import PositiveInteger, Seed, check_value, differences
+from ..files import file_hash, folder_for_results, write_json
+from ..settings import differences
 from .pipelines import PipelineChoice, usual_clip
 from .pixels import read_picture
-from .record import Record, Sample, read_record, write_sample
-
-_MAX_LENGTH, _MAX_BYTES = 60, 150
-"""Limits of a prompt within a file name, in letters and in bytes; file names may have 255 bytes."""
+from .record import RECORD_FILE, Record, Sample, read_record, write_sample
 
 
 @dataclass(frozen=True)
@@ -34,23 +31,19 @@ class SampleSet(PipelineChoice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_value("batch_size", self.batch_size, PositiveInteger)
         suffix = self.of_family.calling.suffix
-        wrong = next((sample.file for sample in self.samples if not sample.file.endswith(suffix)), None)
-        if wrong is not None:
-            raise ValueError(f"{self.family} generates {suffix} files, not {wrong!r}.")
+        for sample in self.samples:
+            check(sample.file.endswith(suffix), f"{self.family} generates {suffix} files, not {sample.file!r}.")
+        self.check(*(["image"] if any(sample.image for sample in self.samples) else []))
 
 
-def plan_samples(
-    prompts: Sequence[str], suffix: str, seeds: Sequence[int] = (0,), images: Sequence[Path | None] | None = None
-) -> list[Sample]:
+def plan_samples(prompts: Sequence[tuple[str, Path | None]], suffix: str, seeds: Sequence[int] = (0,)) -> list[Sample]:
     """Plan one sample per prompt and seed: ``{prompt number}-{seed}-{prompt}`` and the suffix, .png or .mp4.
 
-    Prompts are text, or for DiT classes by name or number; ``images`` has the picture of each, or None.
+    Prompts are text, or for DiT classes by name or number, each with its picture, if any.
     """
-    check_value("seeds", list(seeds), list[Seed])
     samples = []
-    for place, (prompt, image) in enumerate(zip(prompts, images or [None] * len(prompts), strict=True)):
+    for place, (prompt, image) in enumerate(prompts):
         name = name_of_prompt(prompt)
         if image is not None:
             name = f"{name}-{file_hash(image)[:8]}"  # another picture is another file
@@ -60,9 +53,9 @@ def plan_samples(
 
 
 def name_of_prompt(prompt: str) -> str:
-    """Make a prompt part of a file name: letters and digits of any script, and a hash if that loses anything."""
-    letters = "-".join(re.findall(r"[^\W_]+", prompt.lower()))[:_MAX_LENGTH]
-    name = letters.encode()[:_MAX_BYTES].decode(errors="ignore").strip("-") or "empty"
+    """Make a prompt part of a file name: 60 bytes of letters and digits of any script, and a hash if that is less."""
+    letters = "-".join(re.findall(r"[^\W_]+", prompt.lower()))
+    name = letters.encode()[:60].decode(errors="ignore").strip("-") or "empty"
     if name.replace("-", " ") == prompt:
         return name
     return f"{name}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}"
@@ -72,13 +65,11 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
     """Generate the missing samples of one of several processes.
 
     Yields each sample, those that existed first, and whether it was generated. OSError if the folder cannot be written
-    or another run has it; ValueError for a choice that does not fit the pipeline, a folder with other samples, or a
-    result that is not finite.
+    or another run has it; ValueError for a folder with other samples, or a result that is not finite.
     """
     from diffusers.image_processor import VaeImageProcessor
 
     with folder_for_results(config.output, lock=process == 0):
-        config.check(*(["image"] if any(sample.image for sample in config.samples) else []))
         record = _record_with(config)
         missing = []
         for sample in config.samples[process::processes]:
@@ -87,7 +78,6 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             else:
                 missing.append(sample)
         if not missing:
-            record.write(config.output)
             return
         pipe = config.load(sorted({sample.text for sample in config.samples}))
         pipe.set_progress_bar_config(disable=not sys.stderr.isatty(), leave=False)
@@ -98,13 +88,12 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             picture = {} if batch[0].image is None else {"image": read_picture(Path(batch[0].image))}
             results = config.call(pipe, [sample.text for sample in batch], noise, output_type="np", **picture)
             if not start:  # just before the first file, so that a failing run leaves nothing
-                record.write(config.output)
+                write_json(asdict(record), config.output / RECORD_FILE)
             for sample, result in zip(batch, results, strict=True):
-                if not numpy.isfinite(result).all():
-                    raise ValueError(
-                        f"{type(pipe).__name__} returns values that are not finite for {sample.text!r} with dtype "
-                        f"{config.dtype} and settings {config.settings}; use another dtype, settings or weights."
-                    )
+                finite = bool(numpy.isfinite(result).all())
+                check(
+                    finite, f"{sample.text!r} gives values that are not finite; use another dtype, settings or weights."
+                )
                 if sample.file.endswith(".png"):
                     (result,) = VaeImageProcessor.numpy_to_pil(result)
                 write_sample(result, config.output / sample.file, rate)
@@ -122,9 +111,15 @@ def generate_share(config: SampleSet) -> Iterator[tuple[Sample, bool]]:
     state = PartialState(cpu=launched_on_cpus(), timeout=timedelta(days=7))
     if config.device == "auto" and state.num_processes > 1:
         config = replace(config, device=str(state.device))
-    for done in generate(config, state.process_index, state.num_processes):
+    try:
+        for done in generate(config, state.process_index, state.num_processes):
+            if state.is_main_process:
+                yield done
+    except KeyboardInterrupt:
+        made = sum((config.output / sample.file).is_file() for sample in config.samples)
         if state.is_main_process:
-            yield done
+            sys.stderr.write(f"\n{made} of {len(config.samples)} samples are made; the same command goes on.\n")
+        raise
     state.wait_for_everyone()
 
 
@@ -143,5 +138,4 @@ def _record_with(config: SampleSet) -> Record:
             check(not (folder / file).is_file(), f"{folder} has a file {file} of another set. Choose an empty folder.")
     said = "; ".join(f"{name}={old!r}, now {new!r}" for name, old, new in changed)
     check(not said, f"{folder} has files that were made otherwise ({said}). Choose another output folder.")
-    listed = made | planned
-    return Record(config.choices, [listed[file] for file in sorted(listed)])
+    return Record(config.choices, [sample for _, sample in sorted((made | planned).items())])

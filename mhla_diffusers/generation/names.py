@@ -2,13 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..files import check_unique, read_csv, read_json_lines, read_lines
+from ..errors import check
+from ..files import read_csv, read_json_lines, read_lines
 from ..settings import parse_assignment
 
 
@@ -18,25 +19,14 @@ def read_prompts(path: Path) -> tuple[tuple[str, Path | None], ...]:
     Paths of pictures are relative to the file's folder; the column may be absent. A row without a text is a ValueError.
     """
     reader = {".csv": read_csv, ".jsonl": read_json_lines}.get(path.suffix.lower())
-    rows: list[tuple[str, Path | None]] = [] if reader else [(prompt, None) for prompt in read_lines(path)]
-    for number, row in enumerate(reader(path) if reader else (), start=1):
+    prompts: list[tuple[str, Path | None]] = []
+    for number, row in enumerate(reader(path) if reader else [{"text": line} for line in read_lines(path)], start=1):
         columns = row if isinstance(row, dict) else {}
-        text, image = columns.get("text"), str(columns.get("image") or "").strip()
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(
-                f"Row {number} of {path} has no prompt in a column 'text'; its columns are: {', '.join(columns)}."
-            )
-        rows.append((text.strip(), path.parent / image if image else None))
-    if not rows:
-        raise ValueError(f"Prompt file {path} holds no prompts; write one per line, or per row of .csv or .jsonl.")
-    return tuple(rows)
-
-
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse ``key=value`` arguments, such as those of the pipeline's call, each given once; values are YAML."""
-    settings = dict(map(parse_assignment, texts))
-    check_unique([text.partition("=")[0] for text in texts], "The setting")
-    return settings
+        text, image = (str(columns.get(name) or "").strip() for name in ("text", "image"))
+        check(bool(text), f"Row {number} of {path} has no prompt in a column 'text', but: {', '.join(columns)}.")
+        prompts.append((text, path.parent / image if image else None))
+    check(bool(prompts), f"{path} holds no prompts; write one per line, or per row of .csv or .jsonl.")
+    return tuple(prompts)
 
 
 def pipeline_options(
@@ -59,10 +49,8 @@ def device_options(
         typer.Option(help="float32, bfloat16 or float16; default: bfloat16 on a GPU, else float32."),
     ] = None,
 ) -> dict[str, Any]:
-    """Return names of device and type; ValueError unless both are there."""
-    from ..devices import device_and_type
-
-    return {"device": device, "dtype": str(device_and_type(device, dtype)[1]).removeprefix("torch.")}
+    """Return names of device and type, for :func:`device_and_type`."""
+    return {"device": device, "dtype": dtype}
 
 
 def call_options(
@@ -74,7 +62,7 @@ def call_options(
     ] = None,
 ) -> dict[str, Any]:
     """Return arguments of a pipeline's call, as ``settings``."""
-    return {"settings": parse_settings(settings or ())}
+    return {"settings": dict(map(parse_assignment, settings or ()))}
 
 
 def patch_options(
@@ -87,7 +75,7 @@ def patch_options(
     ] = None,
 ) -> dict[str, Any]:
     """Return settings that change those of a patch, as ``patch_settings``."""
-    return {"patch_settings": parse_settings(change or ())}
+    return {"patch_settings": dict(map(parse_assignment, change or ()))}
 
 
 CHOICE = (pipeline_options, device_options, call_options, patch_options)

@@ -1,7 +1,6 @@
 """Choosing, loading and patching a pipeline; reading facts about a pipeline without loading it."""
 
 import inspect
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -16,17 +15,16 @@ import torch
 from ..config import PatchConfig, adapted_patches, load_patch
 from ..devices import FLOAT_TYPES, choose_device, device_and_type
 from ..errors import check, check_names, nearest
-from ..families import Clip, Family, families, find_family, get_family, supported_instead
+from ..families import Clip, Family, families, get_family
 from ..files import file_hash, fingerprint, read_json
-from ..patching import PATCH_FILE, apply_mhla, change_mhla, find_transformers, load_mhla
+from ..patching import PATCH_FILE, apply_mhla, change_mhla, load_mhla
+from ..settings import PositiveInteger, check_value
 from ..tiny import TINY, TinyPipeline, pipeline_folder, tiny_pipeline
 from ..tiny.pipelines import FRAMES_PER_SECOND
 
 _GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
 _GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
 """Arguments of a pipeline's call that are set elsewhere, or that would change what it returns."""
-_NOT_TEXT = re.compile(r"callback.*|latents|.*_embeds.*|.*_mask")
-"""Arguments that take functions and tensors."""
 _WHOLE = ("num_inference_steps", "height", "width", "num_frames", "video_length")
 
 
@@ -44,14 +42,21 @@ class PipelineChoice:
     patch_settings: dict[str, Any] = field(default_factory=dict)
     """Settings that change those of the patch, such as density; alone they are of the family's own patch."""
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = ""
+    """By default bfloat16 on a GPU, float32 on a CPU."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's call, such as height or num_inference_steps."""
 
     def __post_init__(self) -> None:
         family_named(self.family)
         object.__setattr__(self, "model", self.model or f"tiny-{tiny_pipeline(self.family).name}")
-        device_and_type(self.device, self.dtype)
+        dtype = str(device_and_type(self.device, self.dtype)[1]).removeprefix("torch.")
+        object.__setattr__(self, "dtype", dtype)
+        if self.patch is None:
+            self.of_family.complete(self.patch_settings)
+        elif not has_weights(self.patch):
+            load_patch(self.patch).patch.replace(**self.patch_settings)
+        self.check()
 
     @property
     def of_family(self) -> Family:
@@ -67,17 +72,15 @@ class PipelineChoice:
         elif self.patch is not None:
             content = load_patch(self.patch).patch.to_dict()
         names = ("family", "model", "patch", "patch_settings", "dtype", "settings")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "model_content": fingerprint(Path(self.model)),
-            "patch_content": content,
-        }
+        given = {name: getattr(self, name) for name in names}
+        return {**given, "model_content": fingerprint(Path(self.model)), "patch_content": content}
 
     @property
     def known_arguments(self) -> dict[str, Any]:
         """Steps, size, frames and guidance of the call, as far as they are known before it, defaults included."""
         guidance = self.of_family.calling.guidance_arguments(1.0)
-        found = {name: x.default for name, x in inspect.signature(self.pipeline_class().__call__).parameters.items()}
+        parameters = inspect.signature(pipeline_class(self.model).__call__).parameters
+        found = {name: x.default for name, x in parameters.items()}
         if tiny := tiny_of(self.model):
             found |= tiny.call_settings | ({"num_frames": tiny.frames} if tiny.is_video else {})
         found |= self.settings
@@ -92,40 +95,23 @@ class PipelineChoice:
         return ", ".join([f"{self.model} on {choose_device(self.device)} in {self.dtype}", runs, *changes, *call])
 
     def check(self, *more: str) -> None:
-        """Check the patch, and the settings of the pipeline's call and ``more`` arguments by its class alone.
+        """Check the settings of the pipeline's call and ``more`` arguments by its class alone.
 
-        Raises ValueError for an argument that is set elsewhere, and for a value that must be a number and is not.
+        Raises ValueError for a model of another family, and for a value that must be a number and is not.
         """
-        if self.patch is None:
-            self.of_family.complete(self.patch_settings)
-        elif not has_weights(self.patch):
-            load_patch(self.patch).patch.replace(**self.patch_settings)
-        pipeline = self.pipeline_class()
+        found = family_of(self.model).name
+        check(found == self.family, f"{self.model} belongs to {found}, but family={self.family!r} was asked for.")
+        pipeline = pipeline_class(self.model)
         defaults = {name: x.default for name, x in inspect.signature(pipeline.__call__).parameters.items()}
-        known = [name for name in defaults if name not in _GIVEN and not _NOT_TEXT.fullmatch(name)]
-        for name in _GIVEN.intersection(self.settings, defaults):
-            raise ValueError(f"{name} is not set here: prompts, seeds and outputs have arguments of their own.")
+        known = [name for name in defaults if name not in _GIVEN]
         check_names([*self.settings, *more], known, f"setting of a call of {pipeline.__name__}")
         for name, value in self.settings.items():
-            if name in _WHOLE:
-                check(type(value) is int and value > 0, f"{name}={value!r} must be a whole number of at least 1.")
-            elif type(defaults[name]) in (int, float) or name.startswith("guidance_scale"):
-                check(type(value) in (int, float), f"{name}={value!r} must be a number.")
-
-    def pipeline_class(self) -> Any:
-        """Return the class of the pipeline, read without its weights; raises ValueError if diffusers lacks it."""
-        import diffusers
-
-        name = str(_index(self.model).get("_class_name"))
-        check(hasattr(diffusers, name), f"{self.model} is a {name}, which diffusers {diffusers.__version__} lacks.")
-        return getattr(diffusers, name)
+            is_number = name.startswith("guidance_scale") or isinstance(defaults[name], float)
+            check_value(name, value, PositiveInteger if name in _WHOLE else float if is_number else Any)
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
         """Load the pipeline onto its device, check the prompts, and patch it; ValueError for what does not fit."""
         pipe = load_pipeline(self.model, self.family, self.device, FLOAT_TYPES[self.dtype])
-        found = {get_family(transformer).name for transformer in find_transformers(pipe).values()}
-        if found != {self.family}:
-            raise ValueError(f"{self.model} belongs to {', '.join(found)}, but family={self.family!r} was asked for.")
         self.of_family.calling.prompt_arguments(pipe, prompts)  # raises for an unknown class
         if self.patch is not None or self.patch_settings:
             put_on(pipe, self.patch, **self.patch_settings)
@@ -145,14 +131,11 @@ def load_pipeline(model: str, family: str, device: str, dtype: torch.dtype, with
 
     Of ``without_weights``, transformers, no weights are read; they stay on the meta device.
     """
-    import diffusers
-
     source = pipeline_source(model)
     import_module(family_named(family).library)  # diffusers loads classes only from imported modules
     absent = {name: transformer_without_weights(source, family, name) for name in without_weights}
     # DiffusionPipeline would also load a transformer that its own class need not have, as Wan's
-    kind = getattr(diffusers, str(_index(source).get("_class_name")), diffusers.DiffusionPipeline)
-    pipe = kind.from_pretrained(source, dtype=dtype, **absent)  # reads sizes of its transformer
+    pipe = pipeline_class(source).from_pretrained(source, dtype=dtype, **absent)  # reads sizes of its transformer
     for name in absent:  # cannot be moved
         setattr(pipe, name, None)
     pipe.to(choose_device(device))
@@ -160,6 +143,15 @@ def load_pipeline(model: str, family: str, device: str, dtype: torch.dtype, with
         setattr(pipe, name, transformer)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def pipeline_class(model: str) -> Any:
+    """Return the class of a pipeline, read without its weights; raises ValueError if diffusers lacks it."""
+    import diffusers
+
+    name = str(_index(model).get("_class_name"))
+    check(hasattr(diffusers, name), f"{model} is a {name}, which diffusers {diffusers.__version__} lacks.")
+    return getattr(diffusers, name)
 
 
 def transformer_without_weights(model: str, family: str, component: str = "transformer") -> Any:
@@ -220,13 +212,9 @@ def family_named(name: str) -> Family:
 
 def family_of(model: str, component: str = "transformer") -> Family:
     """Return the family of a pipeline's transformer, by its class, without its weights."""
-    _, name = _index(model).get(component) or (None, None)
-    if name is None:
-        raise ValueError(
-            f"{model} has no component {component!r}; its transformers are: {', '.join(transformers_of(model))}."
-        )
-    if find_family(name) is None:
-        raise ValueError(f"The {component} of {model} is {name!r}, which has no family; {supported_instead(name)}")
+    index = _index(model)
+    _, name = index.get(component) or (None, None)
+    check(name is not None, f"{model} has no component {component!r}; it has: {', '.join(index)}.")
     return get_family(name)
 
 

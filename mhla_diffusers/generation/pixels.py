@@ -9,7 +9,7 @@ import numpy
 import torch
 from PIL import Image, ImageOps
 
-from ..errors import installing
+from ..errors import required
 
 
 class UnreadableMediaError(ValueError):
@@ -38,10 +38,7 @@ def read_picture(source: Path) -> Image.Image:
 @contextmanager
 def opened_video(source: Path) -> Iterator[tuple[Any, Any]]:
     """Context with the container and the stream of a video of PyAV; UnreadableMediaError for what fails in it."""
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError(f"Reading videos needs PyAV; {installing('video')}.") from error
+    av = required("av", "video")
     try:
         with av.open(str(source), "r") as container:
             if not container.streams.video:

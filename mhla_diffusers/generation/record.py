@@ -5,13 +5,13 @@ Torch is imported where it is used, because ``mhla eval --help`` imports this fi
 
 import glob
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from ..errors import installing
-from ..files import read_json, write_json, written_aside
+from ..errors import required
+from ..files import read_json, written_aside
 
 RECORD_FILE = "samples.json"
 """Makes a folder a set for ``mhla eval``."""
@@ -39,10 +39,6 @@ class Record:
     """Everything but prompt and seed that determines a sample."""
     samples: list[Sample]
 
-    def write(self, folder: Path) -> None:
-        """Write ``samples.json`` into a folder."""
-        write_json(asdict(self), folder / RECORD_FILE)
-
 
 def read_record(folder: Path) -> Record | None:
     """Read a folder's ``samples.json``; None without one, ValueError for a damaged one."""
@@ -53,9 +49,7 @@ def read_record(folder: Path) -> Record | None:
     try:
         return Record(content["choices"], [Sample(**one) for one in content["samples"]])
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"{file} is not a record of this version of mhla generate. Generate into an empty folder."
-        ) from error
+        raise ValueError(f"{file} is not a record of this version. Generate into an empty folder.") from error
 
 
 def write_sample(sample: Any, file: Path, frames_per_second: int) -> None:
@@ -73,10 +67,7 @@ def write_video(frames: Any, file: Path, frames_per_second: int) -> None:
     """Write frames (F, H, W, 3) in [0, 1] as an MP4 (H.264, nearly lossless); OSError if that fails."""
     import torch
 
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError(f"Writing videos needs PyAV; {installing('video')}.") from error
+    av = required("av", "video")
     pixels = (255 * torch.stack([torch.as_tensor(one) for one in frames]).clamp(0, 1)).round().to(torch.uint8).numpy()
     try:
         with av.open(str(file), "w") as container:

@@ -11,7 +11,6 @@ from ..devices import choose_device
 Similarity = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps frames and reference frames, both uint8 (F, 3, H, W), to a value for each: (F,)."""
 
-_LARGEST_PSNR = 100.0
 _WINDOW = 11
 """Pixels of SSIM's Gaussian window, whose standard deviation is 1.5."""
 _ALEXNET = "alexnet-owt-7be5be79.pth"
@@ -23,7 +22,7 @@ def psnr(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
     pair = frames.double(), reference.double()
     ratio = peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=(1, 2, 3))
-    return torch.as_tensor(ratio).clamp(max=_LARGEST_PSNR)
+    return torch.as_tensor(ratio).clamp(max=100)
 
 
 def ssim(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -58,11 +57,11 @@ def load_similarities(device: str = "cpu") -> tuple[dict[str, Similarity], list[
     try:
         from torchmetrics.image import LearnedPerceptualImagePatchSimilarity
 
-        model: Any = LearnedPerceptualImagePatchSimilarity("alex", reduction="none").to(place)
+        model: Any = LearnedPerceptualImagePatchSimilarity("alex", reduction="none", normalize=True).to(place)
     except (ImportError, RuntimeError) as error:  # no torchvision, or one of another torch
         return found, [f"LPIPS is left out: it needs a torchvision that matches your torch ({error})."]
 
     def distance(frames: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(model(frames / 127.5 - 1, reference / 127.5 - 1)).view(len(frames))
+        return torch.as_tensor(model(frames / 255, reference / 255)).view(len(frames))
 
     return {**found, "lpips": on_device(distance)}, []

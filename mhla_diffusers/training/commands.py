@@ -7,16 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from ..files import folder_for_results
-from ..generation.names import expand_options
+from ..generation.names import device_options, expand_options
 
 _Model = Annotated[str, typer.Option(help="Hub id or folder of the pipeline; or tiny-wan, tiny-sana, tiny-dit.")]
 _Output = Annotated[Path, typer.Option(help="Folder for the latents.")]
-_Device = Annotated[str, typer.Option(help='"auto" for a GPU if there is one.')]
-_Precision = Annotated[str, typer.Option("--precision", help="bf16, or no for float32.")]
 
 
 def finetune_command(
-    config: Annotated[Path, typer.Argument(help="YAML file, such as one of finetune/configs.")],
+    config: Annotated[Path, typer.Argument(exists=True, help="YAML file, such as one of finetune/configs.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=200.")] = None,
     resume: Annotated[
         str | None, typer.Option(help='Checkpoint folder, or "latest", which starts a new run if there is none.')
@@ -36,7 +34,9 @@ def finetune_command(
 
 
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of a run for its latest checkpoint.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(exists=True, help="Folder of a checkpoint, or of a run for its latest checkpoint.")
+    ],
     output: Annotated[Path, typer.Option(help="New folder for the weights.")],
 ) -> None:
     """Save a checkpoint as a patch, with the moving average of the weights if there is one."""
@@ -82,7 +82,9 @@ def clip_options(
 
 @expand_options(clip_options)
 def data_command(
-    source: Annotated[Path, typer.Argument(help="Folder of videos or images with captions, or of latents.")],
+    source: Annotated[
+        Path, typer.Argument(exists=True, help="Folder of videos or images with captions, or of latents.")
+    ],
     options: dict[str, Any],
     model: Annotated[str | None, typer.Option(help="Hub id or folder of the pipeline; not needed for latents.")] = None,
 ) -> None:
@@ -111,17 +113,15 @@ def data_command(
         raise ValueError(f"None of the files in {source} can be used.")
 
 
-@expand_options(clip_options)
+@expand_options(clip_options, device_options)
 def encode_command(
     model: _Model,
-    source: Annotated[Path, typer.Option(help="Folder of videos or images with captions.")],
+    source: Annotated[Path, typer.Option(exists=True, help="Folder of videos or images with captions.")],
     output: _Output,
     options: dict[str, Any],
     shuffle_captions: Annotated[
         int, typer.Option(min=1, metavar="N", help="Encode each caption in N orders of its tags between commas.")
     ] = 1,
-    device: _Device = "auto",
-    precision: _Precision = "bf16",
 ) -> None:
     """Encode videos or images with captions into latents for finetune. Resumes where it stopped."""
     from .data.encode import encode_files
@@ -130,26 +130,29 @@ def encode_command(
     from .data.summary import summarize
 
     _log_lines()
+    device = {name: options.pop(name) for name in ("device", "dtype")}
     data, files = DataModel(model), find_media(source, shuffle_captions)
     data.check_captions(files)
     clips = data.clips(**options)
     with folder_for_results(output):
-        pipe = _load(data.name, device, precision, uses_transformer=False)
+        pipe = _load(data.name, uses_transformer=False, **device)
         encoded = encode_files(pipe, data, source, files, output, clips)
     typer.echo(summarize(output, encoded, data))
 
 
+@expand_options(device_options)
 def synthesize_command(
     model: _Model,
-    prompts: Annotated[Path, typer.Option(help="One prompt per line, or a .csv or .jsonl with a column text.")],
+    prompts: Annotated[
+        Path, typer.Option(exists=True, help="One prompt per line, or a .csv or .jsonl with a column text.")
+    ],
     output: _Output,
+    options: dict[str, Any],
     frames: Annotated[int | None, typer.Option(help="Frames per video; default: the model's, 81 for Wan.")] = None,
     size: Annotated[str | None, typer.Option(help="480x832, or 512 for a square; default: the model's.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 50,
     guidance: Annotated[float, typer.Option(min=0, help="Guidance scale.")] = 5.0,
     seed: Annotated[int, typer.Option(min=0, help="Noise seed.")] = 0,
-    device: _Device = "auto",
-    precision: _Precision = "bf16",
 ) -> None:
     """Generate latents for finetune from prompts, with the unpatched model. Resumes where it stopped."""
     from ..generation.names import read_prompts
@@ -163,7 +166,7 @@ def synthesize_command(
     data.check_captions(files)
     clips = data.clips([frames] if frames else None, sizes=[size] if size else None)
     with folder_for_results(output):
-        pipe = _load(data.name, device, precision, uses_transformer=True)
+        pipe = _load(data.name, uses_transformer=True, **options)
         synthesize(pipe, data, files, output, clips, steps=steps, guidance=guidance, seed=seed)
     typer.echo(f"{output} holds {len(files)} samples.")
 
@@ -176,12 +179,10 @@ def _log_lines() -> None:
     logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every file of a checkpoint
 
 
-def _load(model: str, device: str, precision: str, uses_transformer: bool) -> Any:
+def _load(model: str, device: str, dtype: str | None, uses_transformer: bool) -> Any:
     """Load a pipeline, without its transformer if that is not used."""
-    from ..devices import PRECISIONS
-    from ..errors import check_choice
+    from ..devices import device_and_type
     from ..generation.pipelines import family_of, load_pipeline, transformers_of
 
-    check_choice("precision", precision, tuple(PRECISIONS))
     left_out = () if uses_transformer else transformers_of(model)
-    return load_pipeline(model, family_of(model).name, device, PRECISIONS[precision], left_out)
+    return load_pipeline(model, family_of(model).name, device, device_and_type(device, dtype)[1], left_out)

@@ -11,7 +11,9 @@ from ..generation.names import call_options, device_options, expand_options, rea
 @expand_options(device_options, call_options)
 def tune_command(
     model: Annotated[str, typer.Argument(help="tiny-wan (or wan), or the Hub id or folder of a pipeline.")],
-    prompts: Annotated[Path, typer.Option(help="File with two to ten prompts, one per line, most typical first.")],
+    prompts: Annotated[
+        Path, typer.Option(exists=True, help="File with two to ten prompts, one per line, most typical first.")
+    ],
     options: dict[str, Any],
     seed: Annotated[int, typer.Option(min=0, help="Noise seed of every call.")] = 0,
     psnr: Annotated[
@@ -38,7 +40,6 @@ def tune_command(
     Target(psnr, speedup)  # raises before a pipeline is loaded
     texts, name = [text for text, _ in read_prompts(prompts)], f"tiny-{model}" if model in TINY else model
     choice = PipelineChoice(family_of(name).name, model=name, **options)
-    choice.check()
     pipe = choice.load(texts)
     typer.echo(f"{choice.summary}; after Ctrl-C the same command goes on", err=True)
     call = dict(choice.known_arguments)

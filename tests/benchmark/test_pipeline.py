@@ -60,7 +60,7 @@ def test_prompts_and_a_patch_by_file_and_a_second_run_beside_the_first(tmp_path)
     settings = {"density": 0.2, **NOTHING_DENSE}
     patch.write_text(f"family: wan\nbase_model: tiny-wan\ndescription: own\npatch: {settings}\n")
     options = (*SHORT, "--patch", patch, "--device", "cpu", "--output", tmp_path)
-    bench("pipeline", *options, "--prompt-file", prompts)
+    bench("pipeline", *options, "--prompts", prompts)
     (first,) = tmp_path.glob("*/pipeline-*.csv")
     before = first.read_text()
     bench("pipeline", *options)

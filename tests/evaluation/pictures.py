@@ -5,7 +5,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from mhla_diffusers.cli import app
-from mhla_diffusers.generation.record import Record, Sample
+from mhla_diffusers.files import write_json
 
 
 def write_pictures(folder, count, seed=0, brightness=128, size=8):
@@ -19,7 +19,8 @@ def write_pictures(folder, count, seed=0, brightness=128, size=8):
 
 def write_set(folder, texts, **choices):
     """What ``mhla generate`` records beside pictures 0000.png and so on."""
-    Record(choices, [Sample(f"{number:04d}.png", text) for number, text in enumerate(texts)]).write(folder)
+    samples = [{"file": f"{number:04d}.png", "text": text} for number, text in enumerate(texts)]
+    write_json({"choices": choices, "samples": samples}, folder / "samples.json")
     return folder
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mhla_diffusers.evaluation.compare import compare_sets, mean_of
-from mhla_diffusers.generation.record import Record, Sample, write_video
+from mhla_diffusers.files import write_json
+from mhla_diffusers.generation.record import write_video
 from mhla_diffusers.generation.similarity import psnr
 
 from .pictures import mhla, write_pictures, write_set
@@ -67,7 +68,7 @@ def test_videos_are_averaged_over_frames(tmp_path):
         frames = torch.zeros(10, 32, 32, 3)
         frames[-1] = last
         write_video(frames, folder / "0.mp4", 6)
-        Record({}, [Sample("0.mp4", "a cat")]).write(folder)
+        write_json({"choices": {}, "samples": [{"file": "0.mp4", "text": "a cat"}]}, folder / "samples.json")
         sets.append(folder)
     (_, other), (worst,) = compare_sets(sets, similarities={"step": steps, "psnr": psnr})
     assert "b is 6.0 dB, of frame 9 of 0.mp4" in worst
@@ -107,6 +108,4 @@ def test_command(tmp_path, monkeypatch):
     written = json.loads((tmp_path / "compared.json").read_text())["variants"]["MHLA"]
     assert set(written["differences"]) == {"brightness"}
     assert written["scores"]["psnr"]["value"] == pytest.approx(20 * math.log10(255 / 10), abs=0.1)
-    for given, named in ((("a=x:y", "a=x:z"), "'a' is given twice"), ((PLUG, "a=x:y"), "must look like key=value")):
-        ended = mhla("eval", "compare", *sets, "--score", given[0], "--score", given[1])
-        assert named in str(ended.exception)
+    assert "must look like key=value" in str(mhla("eval", "compare", *sets, "--score", PLUG).exception)

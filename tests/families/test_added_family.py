@@ -147,7 +147,7 @@ def test_commands_encode_for_it_and_adapt_it(tmp_path: Path) -> None:
     for number in range(3):
         Image.new("RGB", (70, 80), (50 * number, 90, 120)).save(pictures / f"{number}.png")
         (pictures / f"{number}.txt").write_text("a cat")
-    run("encode", "--model", model, "--source", pictures, "--output", latents, "--size", "64x64", "--precision", "no")
+    run("encode", "--model", model, "--source", pictures, "--output", latents, "--size", "64x64", "--dtype", "float32")
     assert LatentCache(latents).shapes == [(4, 8, 8)] * 3
     config = {
         **{"model": str(model), "data": str(latents), "output": str(tmp_path / "run")},

@@ -226,7 +226,7 @@ def test_wans_pipelines_get_as_many_frames_as_a_clip_has(frames: int) -> None:
     pipe, clip = wan_pipeline(), Clip(frames=frames, fps=16.0, sizes=((32, 48),))
     size = {"height": 32, "width": 48}
     assert get_family("wan").calling.clip_arguments(pipe, clip) == {**size, "num_frames": frames}
-    settings = {"num_frames": frames, "num_inference_steps": 1, "output_type": "latent"}
-    choice = PipelineChoice("wan", settings=settings)
-    (latents,) = choice.call(load_tiny("wan"), ["a seven"], [torch.Generator().manual_seed(0)])
+    choice = PipelineChoice("wan", settings={"num_frames": frames, "num_inference_steps": 1})
+    generators = [torch.Generator().manual_seed(0)]
+    (latents,) = choice.call(load_tiny("wan"), ["a seven"], generators, output_type="latent")
     assert latents.shape[1] == frames

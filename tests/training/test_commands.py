@@ -43,7 +43,7 @@ def _synthesize(model: str, folder: Path, prompts: str) -> Path:
     (folder / "prompts.txt").write_text(prompts)
     made = _cli(
         *("synthesize", "--model", model, "--prompts", folder / "prompts.txt", "--output", folder / "latents"),
-        *("--frames", 5, "--size", "32x32", "--steps", 2, "--precision", "no", "--device", "cpu"),
+        *("--frames", 5, "--size", "32x32", "--steps", 2, "--dtype", "float32", "--device", "cpu"),
     )
     assert "holds 2 samples" in made
     return folder / "latents"
@@ -217,7 +217,7 @@ def test_what_is_encoded_is_what_was_announced(tmp_path: Path) -> None:
     write_video(videos / "mute.mp4", 12, 6, (64, 64))
     options = ("--frames", 9, "--fps", 6, "--size", 64, "--size", "64x96", "--upscale")
     before = _cli("data", videos, "--model", "tiny-wan", *options)
-    to = ("--output", tmp_path / "latents", "--precision", "no")
+    to = ("--output", tmp_path / "latents", "--dtype", "float32")
     encoded = _cli("encode", "--model", "tiny-wan", "--source", videos, *to, *options)
     after = _cli("data", tmp_path / "latents", "--model", "tiny-wan")
     assert f"{videos}: 3 of 7 files are used; clips: 3." in before

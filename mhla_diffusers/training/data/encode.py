@@ -101,7 +101,7 @@ def _on_cpu(sample: Sample, name: str) -> Sample:
     """Move a sample, latents in float32, conditioning in bfloat16, the text encoders' type, to halve the cache."""
     check(
         all(bool(x.isfinite().all()) for x in sample.values()),
-        f"{name!r} gives latents or an encoded prompt that are not finite; use another precision, or leave it out.",
+        f"{name!r} gives latents or an encoded prompt that are not finite; use another dtype, or leave it out.",
     )
     types = {key: torch.float32 if key == "latents" else torch.bfloat16 for key in sample}
     return {key: (x.to(types[key]) if x.is_floating_point() else x).cpu() for key, x in sample.items()}
