@@ -176,7 +176,7 @@ def _log_lines() -> None:
     from ..devices import is_first_process
 
     logging.basicConfig(level=logging.INFO if is_first_process() else logging.CRITICAL, format="%(message)s")
-    logging.getLogger("accelerate").setLevel(logging.WARNING)  # it logs every file of a checkpoint
+    logging.getLogger("mhla_diffusers.patching").setLevel(logging.ERROR)  # it warns that MHLA is not adapted yet
 
 
 def _load(model: str, device: str, dtype: str | None, uses_transformer: bool) -> Any:

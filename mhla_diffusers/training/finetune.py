@@ -2,19 +2,16 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from ..devices import is_first_process, launched_on_cpus
 from ..errors import check
 from ..families import Clip, trained_family
-from ..files import folder_for_results, read_json, write_whole_folder
-from ..generation.pipelines import family_of, load_pipeline, pipeline_file, pipeline_source, usual_clip
+from ..files import folder_for_results, write_whole_folder
+from ..generation.pipelines import family_of, load_pipeline, pipeline_source, transformer_without_weights, usual_clip
 from ..patching import apply_mhla
 from .config import TrainingConfig
 from .data.cache import LatentCache, check_made_with
@@ -55,11 +52,9 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, transformer: A
     if transformer is None:
         find_changes(folder, state, content_of_run(config))
         transformer = NamedRun(config).transformer(with_weights=True)
-    prepare_for_training(transformer, config)
-    parameters, saved = dict(transformer.named_parameters()), load_file(folder / WEIGHTS)
-    for name in [name for name in saved if not name.startswith(AVERAGE)]:
-        # in the checkpoint's type: trained weights are float32 also under bfloat16
-        parameters[name].data = saved.get(f"{AVERAGE}{name}", saved[name])
+    saved = load_file(folder / WEIGHTS)
+    for name, parameter in prepare_for_training(transformer, config).items():
+        parameter.data = saved.get(f"{AVERAGE}{name}", saved[name])
     write_whole_folder(output, lambda aside: write_weights(transformer, config, aside))
     logger.info("Exported update %d of %d from %s.", state["step"], config.steps, folder)
 
@@ -77,17 +72,12 @@ class NamedRun:
     def transformer(self, with_weights: bool) -> Any:
         """Make the transformer, patched, on the CPU, or without weights on the meta device."""
         component, patch = self.config.component, self.config.patch
-        settings = read_json(pipeline_file(self.model, f"{component}/config.json"))
-        cls: Any = self.family.transformer_class(settings["_class_name"])
-        with nullcontext() if with_weights else torch.device("meta"):
-            if with_weights:
-                model = cls.from_pretrained(self.model, subfolder=component, dtype=self._dtype)
-            else:
-                model = cls.from_config(settings)
-            if isinstance(patch, str) and Path(patch).is_dir():
-                return begin_with(Path(patch), model)
-            with _without_warnings():  # that MHLA is not adapted yet
-                return model if patch is None else apply_mhla(model, patch)
+        model = transformer_without_weights(self.model, self.family.name, component)
+        if with_weights:
+            model = type(model).from_pretrained(self.model, subfolder=component, dtype=self._dtype)
+        if isinstance(patch, str) and Path(patch).is_dir():
+            return begin_with(Path(patch), model)
+        return model if patch is None else apply_mhla(model, patch)
 
     def open_data(self) -> LatentCache:
         """Open the folders of latents; ValueError for another model's."""
@@ -109,15 +99,3 @@ class NamedRun:
         (frames, height, width), fps = max(clips, key=lambda clip: (clip[0][0], clips[clip]))
         clip = Clip(frames=frames, fps=fps, sizes=((height, width),))
         return prompt_sampler(pipe, validation.prompts, clip, validation.inference_steps, component)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Context in which patching logs only errors."""
-    patching = logging.getLogger("mhla_diffusers.patching")
-    before = patching.level
-    patching.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        patching.setLevel(before)

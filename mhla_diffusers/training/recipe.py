@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..config import LinearConfig, load_patch
 from ..devices import is_first_process, launched_on_cpus, launched_processes
 from ..errors import check
 from ..families import NoisedBatch, predict, trained_family
-from ..files import fingerprint, folder_for_results, write_tensors, write_whole_folder
+from ..files import fingerprint, folder_for_results, write_whole_folder
 from ..generation.pipelines import pipeline_source
 from ..patching import find_patched, mhla_layers
 from ..patching.weights import LORA
@@ -33,15 +33,8 @@ from .config import TrainingConfig
 from .data.batches import NoisedBatches, TrainingData
 from .data.times import frames_together
 from .objectives import Losses, prediction_losses, transfer_losses
-from .run_folder import (
-    AVERAGE,
-    WEIGHTS,
-    RunFolder,
-    TrainingDivergedError,
-    find_changes,
-    read_state,
-    step_of,
-)
+from .run_folder import AVERAGE, OPTIMIZER, WEIGHTS, RunFolder, TrainingDivergedError, find_changes, read_state, step_of
+from .sharding import fsdp_plugin, gather, shard_like, unshard, whole
 from .validation import Sampler, validation_loss
 from .weights import (
     Original,
@@ -65,8 +58,6 @@ _LIBRARIES = {
     "wandb": "wandb",
 }
 """Setting → library that it needs, beyond those of the package."""
-_MEASURED = 4
-"""Updates of a process after which its speed and memory are logged; the first two warm up."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +84,9 @@ def train(
 ) -> TrainingResult:
     """Train a transformer, patched as the configuration says, in place; its ``model`` and ``data`` are not loaded.
 
-    The transformer has its original weights, or those of a loaded patch; of the data the last
-    ``config.validation.samples`` are held out. ``resume`` is "latest", which starts a new run if there is no
-    checkpoint, or a checkpoint's path; ``sampler`` is called at every validation.
+    The transformer has its original weights, or those of a loaded patch; after FSDP only the result can be run. Of the
+    data the last ``config.validation.samples`` are held out. ``resume`` is "latest", which starts a new run if there is
+    no checkpoint, or a checkpoint's path; ``sampler`` is called at every validation.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: as :func:`check_start` and :func:`check_fits`.
@@ -116,7 +107,7 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
     """Check what needs neither the model nor the data, and return the checkpoint to resume from, if any.
 
     ValueError for a folder that holds another run, changes that a checkpoint does not take, fewer steps than it has
-    done, or a launcher that shards weights; FileNotFoundError for no such checkpoint; ImportError where a library that
+    done, or a launcher's DeepSpeed; FileNotFoundError for no such checkpoint; ImportError where a library that
     the settings name is missing.
     """
     from accelerate.utils import parse_flag_from_env
@@ -128,12 +119,10 @@ def check_start(config: TrainingConfig, resume: str | None) -> Path | None:
         check(done <= config.steps, f"steps={config.steps}, but {checkpoint} is already at step {done}; raise steps.")
     elif resume == "latest":
         logger.info("%s holds no checkpoint; starting a new run.", config.output)
-    for kind in ("FSDP", "DEEPSPEED"):
-        check(
-            not parse_flag_from_env(f"ACCELERATE_USE_{kind}"),
-            f"accelerate is configured for {kind}, but weights are not sharded here; use "
-            "finetune/accelerate/ddp.yaml, and for less memory trainable: lora with base_dtype and adamw8bit.",
-        )
+    check(
+        not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"),
+        "accelerate is configured for DeepSpeed, which is not supported; use finetune/accelerate/fsdp.yaml.",
+    )
     check(
         config.base_dtype is None or launched_processes() == 1,
         f"base_dtype={config.base_dtype!r} runs in one process; remove it.",
@@ -166,7 +155,8 @@ def check_fits(transformer: Any, data: TrainingData, config: TrainingConfig) -> 
             f"patch={config.patch!r} has a LoRA of rank {rank} on {len(has)} layers; continue it with trainable: lora, "
             "and the lora_rank and lora_layers of the run that made it.",
         )
-    frames_together(transformer)  # raises where it cannot be trained
+    frames_together(transformer)  # raises where it cannot be trained, as the next
+    fsdp_plugin(transformer, config)
     for shape in sorted(set(data.shapes)):
         grid = family.token_grid(transformer, torch.empty(1, *shape, device="meta"))
         for patch in (patched.config for patched in patches):
@@ -207,6 +197,7 @@ class Recipe:
         # device, precision, processes
         self.accelerator = accelerator = Accelerator(
             cpu=launched_on_cpus(),
+            fsdp_plugin=fsdp_plugin(transformer, config),
             gradient_accumulation_steps=config.gradient_accumulation,
             mixed_precision=config.precision,
             log_with=config.tracker,
@@ -220,41 +211,40 @@ class Recipe:
             "them with accelerate launch finetune/adapt.py …, or unset WORLD_SIZE to train with one process.",
         )
         self.device: torch.device = accelerator.device
-        self.is_first: bool = accelerator.is_main_process
+        self.is_first, self.is_sharded = accelerator.is_main_process, accelerator.is_fsdp2
         processes = accelerator.num_processes
         samples = config.batch_size * config.gradient_accumulation * processes
-        logger.info("Training in %d process(es) on %s: %d samples per update.", processes, self.device.type, samples)
+        where = f"{self.device.type}{' with sharded weights' * self.is_sharded}"
+        logger.info("Training in %d process(es) on %s: %d samples per update.", processes, where, samples)
 
-        # model: what is trained takes gradients, the original model is a context of the same one
+        # model: what is trained takes gradients
         if config.base_dtype is not None:
             quantize_base(transformer, config.base_dtype, self.device)
-        self.transformer = transformer.to(self.device)
+        self.transformer = transformer if self.is_sharded else transformer.to(self.device)  # FSDP moves part by part
         self.family = trained_family(transformer)
-        self.trained = prepare_for_training(transformer, config)
-        for parameter in self.trained.values():  # kernels round otherwise where memory is not aligned, as in a file
-            parameter.data = parameter.data.clone()
-        self.original = Original(transformer, self.trained if config.needs_teacher else ())
+        trained = prepare_for_training(transformer, config)
 
         # data: batches and their noise follow from the seed and the step
         self.process = self.family.training.process(transformer, config.flow_shift)
         place = self.device, accelerator.process_index, processes
         self.batches = NoisedBatches(data, self.process, config, *place, frames_together(transformer))
+
+        # optimizer, processes, moving average, original model
+        optimizer = make_optimizer(transformer, trained, config)
+        self.model, self.optimizer = accelerator.prepare(transformer, optimizer)  # FSDP replaces parameters of both
+        if self.is_sharded:  # also the root, which would keep what it had before weights changed
+            self.model.set_reshard_after_forward(True)
+        self.trained = {name: x for name, x in transformer.named_parameters() if x.requires_grad}
+        self.average = EMAModel(self.trained.values(), decay=config.ema_decay) if config.ema_decay else None
+        self.has_average = self.average is not None or config.optimizer == "schedule-free"
+        self.original = Original(transformer, self.trained if config.needs_teacher else ())
         self.unpatched_loss: dict[str, float] = {}
         """Validation loss of the original model on the same batches, before its weights are replaced."""
         if config.validation.samples and config.patch is not None:
             with self.original.at_work(), accelerator.autocast():
                 self.unpatched_loss["unpatched_validation_loss"] = self._held_out_loss()
 
-        # optimizer and moving average
-        optimizer = make_optimizer(transformer, self.trained, config)
-        self.optimizer = accelerator.prepare_optimizer(optimizer)
-        self.model = accelerator.prepare_model(transformer)
-        self.average = EMAModel(self.trained.values(), decay=config.ema_decay) if config.ema_decay else None
-        self.has_average = self.average is not None or config.optimizer == "schedule-free"
-
-        # a checkpoint holds what is trained in place of the whole model
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
-        accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+        # what a checkpoint must have been made with
         self.identity: dict[str, Any] = {
             "samples per update": samples,
             "training samples": self.batches.training_samples,
@@ -282,13 +272,16 @@ class Recipe:
         state = read_state(checkpoint, with_files=True)
         changes = find_changes(checkpoint, state, {**self.config.to_dict(), **self.identity})
         self.step, self.skipped = state["step"], state["skipped in a row"]
-        # copies, as at the beginning
-        saved = {name: x.to(self.device, copy=True) for name, x in load_file(checkpoint / WEIGHTS).items()}
+        saved = load_file(checkpoint / WEIGHTS)
         for name, parameter in self.trained.items():
-            parameter.data = saved[name]
-        self.accelerator.load_state(str(checkpoint))
+            parameter.data.copy_(shard_like(parameter, saved[name]))
+        optimizer = torch.load(checkpoint / OPTIMIZER, map_location="cpu", mmap=True)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, values in optimizer["state"].items():
+            optimizer["state"][index] = {name: shard_like(parameters[index], x) for name, x in values.items()}
+        self.optimizer.load_state_dict(optimizer)
         if self.average is not None:
-            self.average.shadow_params = [saved[f"{AVERAGE}{name}"] for name in self.trained]
+            self.average.shadow_params = [shard_like(x, saved[f"{AVERAGE}{name}"]) for name, x in self.trained.items()]
             self.average.optimization_step = state["averaged"]
         logger.info("Resuming from %s.%s", checkpoint, "".join(f" Changed: {change}." for change in changes))
 
@@ -303,8 +296,8 @@ class Recipe:
             while self.step < config.steps:
                 self.update(batches, bar)
                 times.append(time.monotonic())
-                if len(times) == _MEASURED + 1:
-                    seconds = (times[-1] - times[2]) / (_MEASURED - 2)
+                if len(times) == 5:  # of four updates, two to warm up
+                    seconds = (times[4] - times[2]) / 2
                     left = (config.steps - self.step) * seconds / 3600
                     on_cpu, memory = self.device.type == "cpu", psutil.Process().memory_info()
                     used = memory.rss if on_cpu else torch.accelerator.max_memory_allocated(self.device)
@@ -321,9 +314,11 @@ class Recipe:
                     self.save(must_succeed=is_last or must_stop)
                 if must_stop and not is_last:
                     logger.warning("Stopped by a signal after step %d; resume with --resume latest.", self.step)
-                    return TrainingResult(self.step, False, None, 128 + (signals[0] if signals else signal.SIGTERM))
-            if self.is_first:
-                with self.averaged():
+                    return TrainingResult(self.step, False, None, 128 + (signals[0][0] if signals else signal.SIGTERM))
+            with self.averaged():
+                if self.is_sharded:
+                    unshard(self.transformer)
+                if self.is_first:
                     write_whole_folder(self.folder.result, lambda aside: write_weights(self.transformer, config, aside))
             self.accelerator.wait_for_everyone()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
@@ -355,7 +350,7 @@ class Recipe:
         totals: dict[str, torch.Tensor] = {}
         for _ in range(config.gradient_accumulation):
             batch = next(batches)
-            with accelerator.accumulate(self.model):
+            with accelerator.accumulate(*() if self.is_sharded else (self.model,)):  # FSDP never keeps whole gradients
                 losses = self._losses(batch)
                 while True:
                     with accelerator.autocast():  # of the forward alone
@@ -367,13 +362,15 @@ class Recipe:
                         totals[name] = totals.get(name, 0.0) + part.detach() / config.gradient_accumulation
         means = accelerator.reduce(torch.stack([*totals.values()]), reduction="mean").tolist()
         values = dict(zip(totals, means, strict=True))
-        if config.objectives.transfer:  # runs single layers, which DistributedDataParallel does not see
+        if (
+            config.objectives.transfer and not self.is_sharded
+        ):  # single layers, which DistributedDataParallel does not see
             for parameter in self.trained.values():
                 if parameter.grad is not None:
                     parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")
 
         # clip, step
-        gradient_norm = float(accelerator.clip_grad_norm_(self.trained.values(), config.max_gradient_norm))
+        gradient_norm = float(whole(accelerator.clip_grad_norm_(self.trained.values(), config.max_gradient_norm)))
         skipped = not (math.isfinite(values["loss"]) and math.isfinite(gradient_norm))
         if not skipped:
             self.optimizer.step()  # clips the mixing matrices to (0, 1)
@@ -454,11 +451,10 @@ class Recipe:
         if self.skipped:
             raise self._diverged(f"all updates after step {self.step - self.skipped} were skipped")
         with self.averaged():
-            finite = all(bool(parameter.isfinite().all()) for parameter in self.trained.values())
+            finite = all(bool(whole(parameter).isfinite().all()) for parameter in self.trained.values())
         if not (finite and math.isfinite(validation)):
-            raise self._diverged(
-                f"weights after step {self.step} are not finite, or the validation loss ({validation}) is not"
-            )
+            what = f"weights after step {self.step} or the validation loss ({validation}) are not finite"
+            raise self._diverged(what)
 
     def _diverged(self, what: str) -> TrainingDivergedError:
         # an update that was not skipped shows that the weights before it worked, not those after it
@@ -471,21 +467,20 @@ class Recipe:
 
     def save(self, must_succeed: bool) -> None:
         """Write a checkpoint; a failure raises if it is required, else it is logged."""
-
-        def write(aside: Path) -> None:
-            self.accelerator.save_state(str(aside))
-            tensors: dict[str, torch.Tensor] = dict(self.trained)
-            if self.has_average:
-                with self.averaged():
-                    tensors |= {f"{AVERAGE}{name}": x.detach().to("cpu", copy=True) for name, x in self.trained.items()}
-            write_tensors({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, aside / WEIGHTS)
+        tensors = {name: gather(x) for name, x in self.trained.items()}
+        if self.has_average:
+            with self.averaged():
+                tensors |= {f"{AVERAGE}{name}": gather(x) for name, x in self.trained.items()}
+        optimizer = self.optimizer.state_dict()
+        for index, values in optimizer["state"].items():
+            optimizer["state"][index] = {name: gather(x) for name, x in values.items()}
 
         if self.is_first:
             averaged = None if self.average is None else self.average.optimization_step
             counts = {"step": self.step, "skipped in a row": self.skipped, "averaged": averaged}
             state = {**counts, "config": self.config.to_dict(), **self.identity}
             try:
-                self.folder.save(state, write, self.config.keep_checkpoints)
+                self.folder.save(state, tensors, optimizer, self.config.keep_checkpoints)
             except OSError as error:
                 if must_succeed:
                     raise
@@ -506,26 +501,21 @@ def content_of_run(config: TrainingConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _stop_request() -> Iterator[list[int]]:
-    """Yield a list of the SIGTERM and Ctrl-C that came instead of ending the process; in the main thread only.
+def _stop_request() -> Iterator[list[tuple[int, float]]]:
+    """Yield the SIGTERM and Ctrl-C, with their times, that came instead of ending the process; in the main thread only.
 
     A second Ctrl-C stops at once, but for one within a second: launchers forward what processes got themselves.
     """
-    signals: list[int] = []
-    first = 0.0
+    signals = list[tuple[int, float]]()
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if number == signal.SIGINT and first and time.monotonic() - first > 1.0:
+        if number == signal.SIGINT and signals and time.monotonic() - signals[0][1] > 1.0:
             raise KeyboardInterrupt
-        first = first or time.monotonic()
-        signals.append(number)
+        signals.append((number, time.monotonic()))
         logger.warning("Saving a checkpoint at the end of this step; Ctrl-C again, after a second, stops at once.")
 
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if is_main}
-    try:
+    with ExitStack() as handlers:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if threading.current_thread() is threading.main_thread():
+                handlers.callback(signal.signal, number, signal.signal(number, note))
         yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

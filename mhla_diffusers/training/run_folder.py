@@ -4,8 +4,8 @@
 
     output/
       metrics.jsonl                     one line per update and per validation
-      checkpoints/step-00000500/        weights.safetensors of what is trained, and of its moving average, accelerate's
-                                        state, and state.json, which holds the SHA-256 of each of them
+      checkpoints/step-00000500/        weights.safetensors of what is trained, and of its moving average, the
+                                        optimizer's state, and state.json, which holds the SHA-256 of both
       samples/step-00000500/            what a validation generated
       result/                           what load_mhla (or from_pretrained) loads after the last step
 
@@ -14,18 +14,20 @@ Random numbers need no state: they follow from the seed and the step.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import check
-from ..files import file_hash, read_json, write_json, write_text, write_whole_folder
+from ..files import file_hash, read_json, write_json, write_tensors, write_text, write_whole_folder
 from ..settings import differences
 from .config import MAY_CHANGE, TrainingConfig
 
 FORMAT_VERSION = 4
-WEIGHTS, AVERAGE = "weights.safetensors", "average/"
-"""File of a checkpoint, and what names of the moving average begin with in it."""
+WEIGHTS, AVERAGE, OPTIMIZER = "weights.safetensors", "average/", "optimizer.bin"
+"""Files of a checkpoint, and what names of the moving average begin with in the first."""
 _STATE = "state.json"
 
 
@@ -62,20 +64,18 @@ class RunFolder:
         )
         return chosen
 
-    def save(self, state: Mapping[str, Any], write: Callable[[Path], None], keep: int) -> None:
-        """Write a checkpoint of ``state["step"]``, then remove all but the ``keep`` latest.
+    def save(self, state: Mapping[str, Any], weights: Mapping[str, Any], optimizer: Any, keep: int) -> None:
+        """Write a checkpoint of ``state["step"]``, then remove all but the ``keep`` latest; OSError if that fails."""
 
-        ``write`` fills the folder that it gets. If that fails, none is removed, and OSError raised.
-        """
-
-        def write_all(aside: Path) -> None:
-            write(aside)
+        def write(aside: Path) -> None:
+            torch.save(optimizer, aside / OPTIMIZER)
+            write_tensors(weights, aside / WEIGHTS)
             hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
             write_json({"format_version": FORMAT_VERSION, **state, "files": hashes}, aside / _STATE)
 
         folder = self.path / "checkpoints" / f"step-{state['step']:08d}"
         try:
-            write_whole_folder(folder, write_all)
+            write_whole_folder(folder, write)
         except RuntimeError as error:  # of torch.save, on a full disk
             raise OSError(f"{folder} could not be written: {error}") from error
         for old in self.checkpoints()[:-keep]:
@@ -83,7 +83,6 @@ class RunFolder:
 
     def begin_at(self, step: int) -> None:
         """Drop the metrics after a step, which are made again, and the unfinished line of a killed run."""
-        self.path.mkdir(parents=True, exist_ok=True)
         if self.metrics.is_file():
             kept = [json.dumps(record) for record in read_metrics(self.metrics) if record["step"] <= step]
             write_text("".join(f"{line}\n" for line in kept), self.metrics)

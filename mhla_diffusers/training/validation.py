@@ -11,7 +11,7 @@ from ..families import Clip, predict, trained_family
 from ..generation.record import write_sample
 from ..patching import in_every_step
 from .data.batches import NoisedBatches
-from .data.times import even_quantiles, frames_together
+from .data.times import even_quantiles
 
 Sampler = Callable[[nn.Module, Path], None]
 """Generates with the transformer into a folder."""
@@ -22,15 +22,14 @@ def validation_loss(transformer: nn.Module, batches: NoisedBatches) -> torch.Ten
     """Sum the training losses of a process's held-out samples, at fixed timesteps and with fixed noise: float64 ()."""
     count = batches.config.validation.timesteps
     quantiles = ((torch.arange(count, dtype=torch.float64) + 0.5) / count).to(batches.device)
-    together = frames_together(transformer)
     total = torch.zeros((), dtype=torch.float64, device=batches.device)
-    for latents, noise, conditioning in batches.held_out():
+    for counts, latents, noise, conditioning in batches.held_out():
         for quantile in quantiles:
-            times = quantile if together is None else even_quantiles(quantile, latents.shape[2], together)
+            times = quantile if not batches.together else even_quantiles(quantile, latents.shape[2], batches.together)
             batch = batches.process.make_batch(latents, noise, times[None], conditioning)
             with in_every_step():
                 prediction = predict(transformer, batch)
-            total += batches.process.loss(prediction, batch).double().squeeze(0) / count
+            total += counts * batches.process.loss(prediction, batch).double().squeeze(0) / count
     return total
 
 

@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..patching import (
     PATCH_FILE,
     MHLALayer,
     find_patched,
-    is_patched,
     load_mhla,
     mhla_disabled,
     mhla_layers,
@@ -28,6 +27,7 @@ from ..patching import (
 )
 from ..patching.weights import LORA
 from .config import BaseType, LoraLayers, TrainingConfig
+from .sharding import shard_like
 
 _MIXING = (".mhla.mixing", ".mhla.linear_log_weight")
 """Ends of the names of mixing matrices and λ, which may have a learning rate of their own."""
@@ -181,7 +181,7 @@ class Original:
         for name, parameter in transformer.named_parameters():
             plain = plain_name(name)
             if plain in replaced:
-                self._values[plain] = replaced[plain].to(parameter.device)
+                self._values[plain] = shard_like(parameter, replaced[plain])
             elif name in trained and ".mhla." not in name and lora_of(name) is None:
                 self._values[plain] = parameter.detach().clone()
 
@@ -195,8 +195,7 @@ class Original:
             layer._disable_adapters = True
         self._swap()
         try:
-            unpatched = mhla_disabled(self._transformer) if is_patched(self._transformer) else nullcontext()
-            with torch.no_grad(), unpatched:
+            with torch.no_grad(), mhla_disabled(self._transformer):
                 yield
         finally:
             self._swap()
@@ -204,12 +203,12 @@ class Original:
                 layer._disable_adapters = False
 
     def _swap(self) -> None:
-        """Swap original and current values without writing to them, since a backward may still be pending."""
+        """Swap original and current values in place, because FSDP keeps the memory; no backward may be pending."""
         for name, parameter in self._transformer.named_parameters():
-            plain = plain_name(name)
-            if plain in self._values:
-                original = self._values[plain].to(parameter.dtype)
-                self._values[plain], parameter.data = parameter.data, original
+            if (plain := plain_name(name)) in self._values:
+                current = parameter.detach().clone()
+                parameter.data.copy_(self._values[plain])
+                self._values[plain] = current
 
 
 # Files
@@ -238,12 +237,9 @@ def write_weights(transformer: Any, config: TrainingConfig, folder: Path) -> Non
             "The transformer was patched with diffusers' own set_attn_processor, which does not record a LoRA; patch "
             "it with apply_mhla() to train and export it."
         )
-    trained = [plain_name(name) for name, parameter in transformer.named_parameters() if parameter.requires_grad]
-    own = [name for name in trained if ".mhla." not in name]
+    trained = (name for name, parameter in transformer.named_parameters() if parameter.requires_grad)
+    own = [plain_name(name) for name in trained if ".mhla." not in name]
     base = None if config.model is None else pipeline_source(config.model)
-    before, patched.lora = patched.lora, LORA if lora_layers(transformer) else None
-    try:
-        weights = "mhla" if config.trainable in ("mhla", "lora") else own
-        save_mhla(transformer, folder, weights=weights, base_model=base)
-    finally:  # training may go on
-        patched.lora = before
+    patched.lora = LORA if lora_layers(transformer) else None
+    weights = "mhla" if config.trainable in ("mhla", "lora") else own
+    save_mhla(transformer, folder, weights=weights, base_model=base)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 
+from accelerate import DistributedType, PartialState
+
 from mhla_diffusers import apply_mhla
 from mhla_diffusers.training import TrainingConfig, train
 
@@ -50,6 +52,8 @@ def finish(processes: Sequence[BaseProcess], timeout: float = 300) -> None:
 def train_as_launched(settings: dict[str, object], resume: str | None, environment: dict[str, str]) -> None:
     """Train a tiny model in this process, which a launcher has given an environment; it exits then."""
     os.environ.update(environment)
+    if "ACCELERATE_USE_FSDP" in environment:  # which accelerate ignores on CPUs, unless it takes them for GPUs
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
     config = TrainingConfig.read(settings)
     assert not isinstance(config.patch, str | None)
     sys.exit(train(apply_mhla(tiny_wan(), config.patch), wan_data(), config, resume=resume).exit_code)

@@ -1,4 +1,4 @@
-"""Several processes train as one does, and launchers that shard weights are refused."""
+"""Several processes train as one does, with copies of the weights or shards; what does not work so is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,12 @@ COMMON: dict[str, Any] = {
 }
 LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "gradient_checkpointing": True}
 
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+"""What accelerate launch tells with finetune/accelerate/fsdp.yaml."""
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would take the GPUs")
+@pytest.mark.parametrize("launched", [{"ACCELERATE_USE_CPU": "false"}, FSDP], ids=["copies", "shards"])
 @pytest.mark.parametrize(
     "trained",
     [
@@ -35,16 +39,18 @@ LORA: dict[str, Any] = {"trainable": "lora", "lora_rank": 2, "gradient_checkpoin
     ],
     ids=lambda trained: trained["trainable"],
 )
-def test_two_processes_are_one_with_twice_the_batch(trained: dict[str, Any], tmp_path: Path) -> None:
-    """As torchrun starts them; also where they go on with a checkpoint of one."""
+def test_two_processes_are_one_with_twice_the_batch(
+    launched: dict[str, str], trained: dict[str, Any], tmp_path: Path
+) -> None:
+    """With copies of the weights, as torchrun starts them, or shards; also from a checkpoint of one."""
     config = settings(tmp_path / "two", batch_size=1, checkpoint_every=2, **COMMON, **trained)
-    two = start_distributed_training(config, processes=2, ACCELERATE_USE_CPU="false")
+    two = start_distributed_training(config, processes=2, **launched)
     one = settings(tmp_path / "one", batch_size=2, checkpoint_every=2, keep_checkpoints=9, **COMMON, **trained)
     train(apply_mhla(tiny_wan(), PATCH), wan_data(), one)
     finish(two, timeout=120)
     middle = str(tmp_path / "one/checkpoints/step-00000002")
     again = settings(tmp_path / "again", batch_size=1, **COMMON, **trained)
-    finish(start_distributed_training(again, 2, middle, ACCELERATE_USE_CPU="false"), timeout=120)
+    finish(start_distributed_training(again, 2, middle, **launched), timeout=120)
     alone, found, resumed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two", "again"))
     assert len(alone) == len(found) == 7 and len(resumed) == 3
     for here, there in [*zip(alone, found, strict=True), *zip(alone[-3:], resumed, strict=True)]:
@@ -56,8 +62,11 @@ def test_two_processes_are_one_with_twice_the_batch(trained: dict[str, Any], tmp
 @pytest.mark.parametrize(
     ("environment", "changes", "message"),
     [
-        ("ACCELERATE_USE_FSDP=true", {}, "FSDP.*finetune/accelerate/ddp.yaml"),
-        ("ACCELERATE_USE_DEEPSPEED=true", {}, "DEEPSPEED.*finetune/accelerate/ddp.yaml"),
+        ("ACCELERATE_USE_FSDP=true", {"optimizer": "adafactor"}, "adafactor.*finetune/accelerate/ddp.yaml"),
+        ("ACCELERATE_USE_FSDP=true", {"validation": ValidationConfig(prompts=("a cat",))}, "validation.prompts"),
+        ("FSDP_OFFLOAD_PARAMS=true", {}, "without offload.*finetune/accelerate/fsdp.yaml"),
+        ("FSDP_ACTIVATION_CHECKPOINTING=true", {}, "gradient_checkpointing: true"),
+        ("ACCELERATE_USE_DEEPSPEED=true", {}, "DeepSpeed.*finetune/accelerate/fsdp.yaml"),
         ("WORLD_SIZE=2", {}, "WORLD_SIZE"),  # launched, but not joined
         ("WORLD_SIZE=2", {**LORA, "patch": PATCH, "base_dtype": "int8"}, "base_dtype='int8'.* one process"),
     ],
@@ -65,6 +74,8 @@ def test_two_processes_are_one_with_twice_the_batch(trained: dict[str, Any], tmp
 def test_unsupported_processes_are_refused_before_training(
     environment: str, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if environment.startswith("FSDP"):
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv(*environment.split("="))
     with pytest.raises(ValueError, match=message):
         train(tiny_wan(), wan_data(), settings(tmp_path / "run", **changes))

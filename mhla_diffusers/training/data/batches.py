@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ...errors import check
 from ...families import DiffusionProcess, NoisedBatch, Sample
 from ...generation.noise import generator_for
 from ..config import TrainingConfig
@@ -92,7 +91,7 @@ class NoisedBatches:
     ) -> None:
         self.process, self.config, self.device = process, config, device
         self.rank, self.processes = rank, processes
-        self._data, self._together = data, together
+        self._data, self.together = data, together
         self.training_samples = len(data) - config.validation.samples
 
     def from_step(self, step: int) -> Iterator[NoisedBatch]:
@@ -123,10 +122,10 @@ class NoisedBatches:
         noise, quantiles, dropped = [], [], []
         for position in range(first, first + len(latents)):
             generator = generator_for(self.config.seed, "noise", step, position)
-            if self._together is None:
+            if self.together is None:
                 quantiles.append(inside_unit_interval(torch.rand((), dtype=torch.float64, generator=generator)))
             else:
-                quantiles.append(random_quantiles(latents.shape[2], self._together, generator))
+                quantiles.append(random_quantiles(latents.shape[2], self.together, generator))
             dropped.append(torch.rand((), generator=generator) < self.config.prompt_dropout)
             noise.append(torch.randn(latents.shape[1:], generator=generator))
         if self._data.empty is not None:
@@ -138,13 +137,14 @@ class NoisedBatches:
             _on_device(batch, self.device),
         )
 
-    def held_out(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
-        """Yield latents, fixed noise and conditioning, as a batch of one, of every held-out sample of this process."""
-        for index in range(self.training_samples + self.rank, len(self._data), self.processes):
+    def held_out(self) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+        """Yield whether it counts, latents, fixed noise and conditioning of every held-out sample of this process."""
+        for place in range(self.training_samples + self.rank, len(self._data) + self.rank, self.processes):
+            index = min(place, len(self._data) - 1)  # the last again, for as many forwards in all processes
             sample = _on_device(stack_samples([with_one_caption(self._data[index], 0)]), self.device)
             latents = sample.pop("latents")
             noise = torch.randn(latents.shape, generator=generator_for(self.config.seed, "validation", index))
-            yield latents, noise.to(self.device), sample
+            yield place == index, latents, noise.to(self.device), sample
 
 
 def _ignore_interrupts(worker: int) -> None:
@@ -180,11 +180,9 @@ def with_one_caption(sample: Sample, draw: int) -> Sample:
 
 
 def stack_samples(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Stack samples that hold the same tensors in the same shapes: every tensor (B, ...)."""
-    first, *others = ({name: tuple(x.shape) for name, x in sample.items()} for sample in samples)
-    for other in others:
-        check(first == other, f"Samples of one batch hold tensors of different names or shapes: {first} and {other}.")
-    return {name: torch.stack([sample[name] for sample in samples]) for name in first}
+    """Stack samples that hold the same tensors in the same shapes, each (B, ...); KeyError where one lacks a name."""
+    names = {name for sample in samples for name in sample}
+    return {name: torch.stack([sample[name] for sample in samples]) for name in sorted(names)}
 
 
 def drop_prompts(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import check
-from ...families import Clip, Family, Sample
+from ...families import Clip, Sample
 from ...files import fingerprint
 from ...generation.noise import generator_for
 from ...reporting import progress
@@ -32,8 +32,13 @@ def encode_files(
     Unreadable files are left out, with the reason in the index. ValueError for a cache made with other settings,
     latents that are not finite, or no readable file; OSError if the folder cannot be written.
     """
-    _warn_of_cut_captions(data.family, pipe, files)
-    training = data.family.training
+    training, config, tokenizer = data.family.training, pipe.transformer.config, getattr(pipe, "tokenizer", None)
+    if tokenizer is not None and (conditions := data.family.inputs.conditions_of(config)):
+        limit = int(training.text_settings.get("max_sequence_length", conditions[0].sizes(config)[0]))
+        long = [file.name for file in files for text in file.captions if len(tokenizer(text).input_ids) > limit]
+        if long:
+            words = "%d captions exceed the model's %d tokens and are truncated, such as that of %s."
+            logger.warning(words, len(long), limit, long[0])
     empty = _on_cpu(training.encode_prompt(pipe, ""), data.name)
     writer = CacheWriter(output, data.header(clips.to_dict()), files, empty)
 
@@ -81,20 +86,6 @@ def synthesize(
         latents = training.generate_latents(pipe, file.caption, clip, steps, guidance, generator)
         sample = _on_cpu({"latents": latents, **training.encode_prompt(pipe, file.caption)}, file.name)
         writer.add(replace(file, clips=(writer.write(sample, (clip.frames, *clip.sizes[0])),)))
-
-
-def _warn_of_cut_captions(family: Family, pipe: Any, files: Sequence[SourceFile]) -> None:
-    conditions, tokenizer = family.inputs.conditions_of(pipe.transformer.config), getattr(pipe, "tokenizer", None)
-    if tokenizer is None or not conditions:
-        return
-    usual = conditions[0].sizes(pipe.transformer.config)[0]
-    limit = int(family.training.text_settings.get("max_sequence_length", usual))
-    long = [file.name for file in files for text in file.captions if len(tokenizer(text).input_ids) > limit]
-    if long:
-        logger.warning(
-            "%d captions exceed the model's %d tokens and are truncated, such as that of %s.",
-            *(len(long), limit, long[0]),
-        )
 
 
 def _on_cpu(sample: Sample, name: str) -> Sample:
