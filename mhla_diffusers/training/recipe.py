@@ -195,9 +195,10 @@ class Recipe:
         """Updates done, skipped ones included, and updates skipped since the last one that was not."""
 
         # device, precision, processes
+        plugin = fsdp_plugin(transformer, config)
         self.accelerator = accelerator = Accelerator(
             cpu=launched_on_cpus(),
-            fsdp_plugin=fsdp_plugin(transformer, config),
+            fsdp_plugin=plugin,
             gradient_accumulation_steps=config.gradient_accumulation,
             mixed_precision=config.precision,
             log_with=config.tracker,
@@ -212,10 +213,10 @@ class Recipe:
         )
         self.device: torch.device = accelerator.device
         self.is_first, self.is_sharded = accelerator.is_main_process, accelerator.is_fsdp2
+        check(self.is_sharded or plugin is None, "accelerate runs no FSDP on CPUs; start the processes with torchrun.")
         processes = accelerator.num_processes
         samples = config.batch_size * config.gradient_accumulation * processes
-        where = f"{self.device.type}{' with sharded weights' * self.is_sharded}"
-        logger.info("Training in %d process(es) on %s: %d samples per update.", processes, where, samples)
+        logger.info("Training in %d process(es) on %s: %d samples per update.", processes, self.device.type, samples)
 
         # model: what is trained takes gradients
         if config.base_dtype is not None:

@@ -64,6 +64,7 @@ def test_two_processes_are_one_with_twice_the_batch(
     [
         ("ACCELERATE_USE_FSDP=true", {"optimizer": "adafactor"}, "adafactor.*finetune/accelerate/ddp.yaml"),
         ("ACCELERATE_USE_FSDP=true", {"validation": ValidationConfig(prompts=("a cat",))}, "validation.prompts"),
+        ("ACCELERATE_USE_FSDP=true", {}, "no FSDP on CPUs; .*torchrun"),
         ("FSDP_OFFLOAD_PARAMS=true", {}, "without offload.*finetune/accelerate/fsdp.yaml"),
         ("FSDP_ACTIVATION_CHECKPOINTING=true", {}, "gradient_checkpointing: true"),
         ("ACCELERATE_USE_DEEPSPEED=true", {}, "DeepSpeed.*finetune/accelerate/fsdp.yaml"),

@@ -58,21 +58,15 @@ class DataModel:
         """
         temporal, spatial = strides_of(self.vae, of_videos=self.family.axes == 3)
         step = spatial * self.family.patch_of(self.transformer)[-1]
-        chosen = [parse_size(size) for size in sizes or () if size != "auto"] or [*self.usual.sizes]
+        chosen = tuple(parse_size(size) for size in sizes or () if size != "auto") or self.usual.sizes
         if "auto" in (sizes or ()) and not self.family.squares_only:
-            chosen = auto_sizes(chosen[0], step)
-        lengths = sorted(set(frames or (self.usual.frames,)))
+            chosen = tuple(auto_sizes(chosen[0], step))
+        lengths = tuple(sorted(set(frames or (self.usual.frames,))))
         if longest:
             least = lengths[0] if len(lengths) > 1 else min(lengths[0], 1 + temporal)
-            lengths = sorted({*lengths, *range(least, lengths[-1], temporal)})
-        found = Clips(
-            frames=tuple(lengths),
-            fps=fps or self.usual.fps,
-            sizes=tuple(chosen),
-            stride=stride,
-            longest=longest,
-            upscale=upscale,
-        )
+            lengths = tuple(sorted({*lengths, *range(least, lengths[-1], temporal)}))
+        fps = fps or self.usual.fps
+        found = Clips(frames=lengths, fps=fps, sizes=chosen, stride=stride, longest=longest, upscale=upscale)
         squares = self.family.squares_only
         for size in found.sizes:
             height, width = (max(step, round(side / step) * step) for side in size)
