@@ -42,17 +42,18 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 def test_two_processes_are_one_with_twice_the_batch(
     launched: dict[str, str], trained: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With copies of the weights, as torchrun starts them, or shards; also from a checkpoint of one."""
-    config = settings(tmp_path / "two", batch_size=1, checkpoint_every=2, **COMMON, **trained)
+    """With copies of the weights, as torchrun starts them, or shards; also from a checkpoint, of one or of shards."""
+    config = settings(tmp_path / "two", batch_size=1, checkpoint_every=2, keep_checkpoints=9, **COMMON, **trained)
     two = start_distributed_training(config, processes=2, **launched)
     one = settings(tmp_path / "one", batch_size=2, checkpoint_every=2, keep_checkpoints=9, **COMMON, **trained)
     train(apply_mhla(tiny_wan(), PATCH), wan_data(), one)
     finish(two, timeout=120)
-    middle = str(tmp_path / "one/checkpoints/step-00000002")
+    middle = str(tmp_path / ("two" if launched is FSDP else "one") / "checkpoints/step-00000002")
     again = settings(tmp_path / "again", batch_size=1, **COMMON, **trained)
     finish(start_distributed_training(again, 2, middle, **launched), timeout=120)
     alone, found, resumed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two", "again"))
     assert len(alone) == len(found) == 7 and len(resumed) == 3
+    assert launched is not FSDP or resumed == found[-3:]
     for here, there in [*zip(alone, found, strict=True), *zip(alone[-3:], resumed, strict=True)]:
         assert here == pytest.approx(there, rel=1e-4)
     one, two = (load_mhla(tiny_wan(), tmp_path / name / "result").state_dict() for name in ("one", "two"))
