@@ -35,7 +35,7 @@ def finetune_command(
 
 def export_command(
     checkpoint: Annotated[
-        Path, typer.Argument(exists=True, help="Folder of a checkpoint, or of a run for its latest checkpoint.")
+        Path, typer.Argument(exists=True, help="Folder of a checkpoint, or of a run for its latest.")
     ],
     output: Annotated[Path, typer.Option(help="New folder for the weights.")],
 ) -> None:
@@ -82,9 +82,7 @@ def clip_options(
 
 @expand_options(clip_options)
 def data_command(
-    source: Annotated[
-        Path, typer.Argument(exists=True, help="Folder of videos or images with captions, or of latents.")
-    ],
+    source: Annotated[Path, typer.Argument(exists=True, help="Folder of captioned videos or images, or of latents.")],
     options: dict[str, Any],
     model: Annotated[str | None, typer.Option(help="Hub id or folder of the pipeline; not needed for latents.")] = None,
 ) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from ..devices import is_first_process, launched_on_cpus

@@ -38,8 +38,8 @@ def fsdp_plugin(transformer: nn.Module, config: TrainingConfig) -> Any:
     )
     check(
         config.optimizer in ("adamw", "schedule-free") and not config.validation.prompts,
-        f"optimizer={config.optimizer!r} with {len(config.validation.prompts)} validation.prompts, but FSDP takes adamw "
-        "or schedule-free, and no prompts. Change them, or use finetune/accelerate/ddp.yaml.",
+        f"optimizer={config.optimizer!r} and validation.prompts={config.validation.prompts}, but FSDP takes adamw or "
+        "schedule-free, and no prompts; change them, or use finetune/accelerate/ddp.yaml.",
     )
     return plugin
 
