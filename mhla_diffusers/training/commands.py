@@ -35,7 +35,7 @@ def finetune_command(
 
 def export_command(
     checkpoint: Annotated[
-        Path, typer.Argument(exists=True, help="Folder of a checkpoint, or of a run for its latest.")
+        Path, typer.Argument(exists=True, help="Folder of a checkpoint, or of a run for its latest checkpoint.")
     ],
     output: Annotated[Path, typer.Option(help="New folder for the weights.")],
 ) -> None:
