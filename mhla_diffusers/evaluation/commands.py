@@ -191,5 +191,7 @@ def _generate(options: dict[str, Any], output: Path, chosen: list[Sample]) -> No
     seeds = [generator_for(seed, "sample", one.file).initial_seed() for one in chosen]
     samples = [replace(one, seed=own) for one, own in zip(chosen, seeds, strict=True)]
     config = SampleSet(**options, samples=samples, output=output)
-    if list(progress(generate_share(config), desc="samples", leave=False)):  # the main process alone
+    with progress(desc="samples", leave=False) as bar:
+        generate_share(config, lambda *_: bar.update())
+    if bar.n:  # in the main process alone
         typer.echo(f"{output} holds {len(chosen)} samples.")

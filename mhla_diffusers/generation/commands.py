@@ -42,5 +42,4 @@ def generate_command(
     folder = output or Path("outputs", family)
     chosen = SampleSet(family, samples, folder, **options)
     typer.echo(chosen.summary, err=True)
-    for sample, made in generate_share(chosen):
-        typer.echo(f"{'wrote' if made else 'kept '} {folder / sample.file}")
+    generate_share(chosen, lambda one, is_new: typer.echo(f"{'wrote' if is_new else 'kept '} {folder / one.file}"))

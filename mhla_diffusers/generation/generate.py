@@ -3,7 +3,7 @@
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -100,10 +100,10 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
                 yield sample, True
 
 
-def generate_share(config: SampleSet) -> Iterator[tuple[Sample, bool]]:
+def generate_share(config: SampleSet, tell: Callable[[Sample, bool], object]) -> None:
     """Run :func:`generate` in every process that accelerate has launched, on its own device, and wait for the others.
 
-    Only the main process yields.
+    ``tell`` is called with each sample of the main process, and whether it was generated.
     """
     from accelerate import PartialState
 
@@ -112,9 +112,9 @@ def generate_share(config: SampleSet) -> Iterator[tuple[Sample, bool]]:
     if config.device == "auto" and state.num_processes > 1:
         config = replace(config, device=str(state.device))
     try:
-        for done in generate(config, state.process_index, state.num_processes):
+        for sample, is_new in generate(config, state.process_index, state.num_processes):
             if state.is_main_process:
-                yield done
+                tell(sample, is_new)
     except KeyboardInterrupt:
         made = sum((config.output / sample.file).is_file() for sample in config.samples)
         if state.is_main_process:
