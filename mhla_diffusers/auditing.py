@@ -138,6 +138,8 @@ def audit(model: Any, run: Callable[[], object]) -> Audit:
     running = {name: patched for name, patched in require_patched(model).items() if not patched.is_off}
     if not running:
         raise ValueError("The patch of this model is disabled; exit mhla_disabled() first.")
+    if not all(patched.family.knows_layers for patched in running.values()):
+        raise ValueError(f"{type(model).__name__} has no family, so the names of its attentions are unknown.")
     transformers = {name: patched.transformer for name, patched in running.items()}
     found: dict[tuple[str, str], list[_Compared]] = {
         (component, layer): [] for component, patched in running.items() for layer in patched.chosen

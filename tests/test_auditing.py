@@ -145,6 +145,8 @@ def test_a_compiled_model_is_audited():
 def test_what_cannot_be_audited_is_refused():
     with refused("not patched"):
         mhla.audit(models.wan(), lambda: None)
+    with refused("Linear has no family"):
+        mhla.audit(mhla.apply_mhla(torch.nn.Linear(2, 2), grid=(4, 4)), lambda: None)
     model, arguments = models.patched("wan"), models.inputs("wan")
     with refused("run()"):
         mhla.audit(model, lambda: None)

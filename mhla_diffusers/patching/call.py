@@ -1,8 +1,8 @@
 """The running call, per thread: what attentions need to know about the current forward.
 
-A hook on the transformer sets an immutable :class:`Call` before a forward and takes it back after it; a hook on every
-patched self-attention says which layer runs. The call belongs to the forward, because two threads share the layers, and
-PEFT, ``deepcopy`` and gradient checkpointing copy them or run them again.
+A hook on the transformer sets an immutable :class:`Call` before a forward, a hook on every patched self-attention says
+which layer runs, and :func:`leave` takes both back. The call belongs to the forward, because two threads share the
+layers, and PEFT, ``deepcopy`` and gradient checkpointing copy them or run them again.
 """
 
 import logging
@@ -11,9 +11,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ..attention.call import ContentRule
 from ..attention.layout import Extra, Shape
@@ -166,23 +168,22 @@ class Call(NamedTuple):
     tally: Tally | None = None
     watch: Watch | None = None
     rule: ContentRule | None = None
-    outer: Any = None
-    """The call in which the forward began, such as that of a student that asks a patched teacher."""
 
 
+@dataclass(eq=False)
 class _Held:
     """The calls of a thread; an object, because torch.compile does not support context variables."""
 
     call: Call | None = None
     layer: torch.Tensor | None = None
     """Number of the self-attention that runs, on the CPU; None outside of a patched one."""
-    part = 0
+    part: int = 0
     """How many calls of attention it has made so far."""
-    over_grid = 0
+    over_grid: int = 0
     """How many attentions over the grid its forward has made, in a model whose layers are not known."""
     backend: str | None = None
     """Backend that the user has chosen for the attention that runs; None for diffusers' active one."""
-    in_every_step = False
+    in_every_step: bool = False
     off: tuple[Any, ...] = ()
 
 
@@ -199,15 +200,32 @@ def held() -> _Held:
     return _THREAD.held
 
 
+@_disable_dynamo
+def enter(call: Call | None = None) -> tuple[Any, ...]:
+    """Set the call of this thread; return what :func:`leave` brings back."""
+    state = held()
+    before = state.call, state.layer, state.part, state.over_grid, state.backend, torch._C._len_torch_function_stack()
+    state.call, state.layer, state.backend = call, None, None
+    return before
+
+
+@_disable_dynamo
+def leave(before: tuple[Any, ...]) -> None:
+    """Bring back what this thread held before :func:`enter`, modes included, whatever has happened since."""
+    state = held()
+    state.call, state.layer, state.part, state.over_grid, state.backend, modes = before
+    while torch._C._len_torch_function_stack() > modes:
+        torch._C._pop_torch_function_stack()
+
+
 @contextmanager
 def within(call: Call | None) -> Iterator[None]:
-    """Set the call of this thread, and restore the previous one at the end."""
-    state = held()
-    before, state.call = state.call, call
+    """Set the call of this thread, and bring back at the end what it held before."""
+    before = enter(call)
     try:
         yield
     finally:
-        state.call = before
+        leave(before)
 
 
 @contextmanager

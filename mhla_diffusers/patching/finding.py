@@ -14,13 +14,17 @@ from .processor import MHLAProcessor
 
 
 def components_of(model: Any) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline or another object by name; a model itself as ``transformer``."""
+    """Return the modules of a pipeline or another object by first name; a model itself as ``transformer``."""
     if isinstance(model, type):
         raise ValueError(f"{model.__name__} is a class; give an instance, such as {model.__name__}.from_pretrained(…).")
     if isinstance(model, nn.Module):
         return {"transformer": unwrapped(model)}
     parts = getattr(model, "components", None) or getattr(model, "__dict__", {})
-    return {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
+    found: dict[nn.Module, str] = {}
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            found.setdefault(unwrapped(part), name)
+    return {name: part for part, name in found.items()}
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -46,12 +50,13 @@ def find_patched(model: Any) -> dict[str, Patched]:
 
 def _handle_of(transformer: Any) -> Patched | None:
     if ATTRIBUTE in vars(transformer):
-        held: Patched = vars(transformer)[ATTRIBUTE]
-        return held
+        handle: Patched = vars(transformer)[ATTRIBUTE]
+        return handle
     if (family := find_family(transformer)) is None:
         return None
     attentions = family.self_attentions(transformer).items()  # diffusers' own form leaves no handle
-    chosen = {x: attn for x, attn in attentions if hasattr(attn, "mhla") or isinstance(attn.processor, MHLAProcessor)}
+    processors = {name: getattr(attn, "processor", None) for name, attn in attentions}
+    chosen = {x: attn for x, attn in attentions if hasattr(attn, "mhla") or isinstance(processors[x], MHLAProcessor)}
     if not chosen:
         return None
     first = next(iter(chosen.values()))

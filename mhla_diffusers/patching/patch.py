@@ -307,7 +307,8 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 f"blocks={family.mhla_blocks}."
             )
         causal = config.causal if isinstance(config, CausalConfig) else None
-        check_denominator(config.feature_map, config.eps, config.normalize, False, causal)
+        own = getattr(config, "own", "") == "softmax"
+        check_denominator(config.feature_map, config.eps, config.normalize, own, causal)
         if group_offloading(patched.transformer):
             raise ValueError(OFFLOADED)
         refuse_fused(patched.transformer, "run MHLA")

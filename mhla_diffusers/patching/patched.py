@@ -1,8 +1,9 @@
 """The handle of a patched model, with the hooks around every forward."""
 
 import logging
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,10 +16,10 @@ from ..attention.call import ContentRule
 from ..attention.layout import Shape
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Counts, Family, named_arguments
-from .call import Call, CarryingCheckpoint, LayerHook, Log, Tally, Watch, held, within
+from .call import Call, CarryingCheckpoint, LayerHook, Log, Tally, Watch, enter, held, leave, within
 from .layer import MHLALayer
 from .processor import MHLAProcessor
-from .route import BACKEND, Mode, is_checkpointed, register_backend
+from .route import BACKEND, Mode, register_backend
 from .steps import Pipeline
 from .weights import inactive_lora
 
@@ -29,6 +30,9 @@ FAR_OFF = 0.3
 """Median relative error of the attentions at dense steps from which a warning is due."""
 NOT_SEEN = "no attention that the patch sees: it answers scaled_dot_product_attention alone"
 _BACKEND = "_attention_backend"
+_WAYS = "_call_impl", "_compiled_call_impl"
+"""Attributes of a model that PyTorch calls: its own, and that of ``compile()``, if any."""
+_CALLER = nn.Module.__call__.__code__
 _NONE = object()
 _FIRST = torch.tensor(0, device="cpu")
 """Number of the layer of a model whose layers are not known; its calls of attention are counted instead."""
@@ -58,11 +62,12 @@ class Patched:
         self.lora: str | None = None
         self._rules: dict[Shape, ContentRule] = {}
         self._watch: Watch | None = None
+        self._compiled: Callable[..., Any] | None = None
         self._hooks: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to running calls."""
-        return vars(self) | {"tally": Tally(self.log), "latest_grid": None}
+        return vars(self) | {"tally": Tally(self.log), "latest_grid": None, "_compiled": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copied or pickled model."""
@@ -103,7 +108,9 @@ class Patched:
                     LayerHook(number).attach(attn)
         model = self.transformer
         self._hooks.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
-        self._hooks.append(model.register_forward_hook(self.end, always_call=True))
+        self._compiled = model._compiled_call_impl
+        for name in _WAYS if self._compiled else _WAYS[:1]:
+            setattr(model, name, self._call_impl)
         setattr(model, ATTRIBUTE, self)
 
     def detach(self) -> None:
@@ -111,6 +118,11 @@ class Patched:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for name in _WAYS:
+            if vars(self.transformer).get(name) == self._call_impl:
+                delattr(self.transformer, name)
+                if name != _WAYS[0]:
+                    setattr(self.transformer, name, self._compiled)
         carrying = getattr(self.transformer, CarryingCheckpoint.ATTRIBUTE, None)
         if isinstance(carrying, CarryingCheckpoint):
             setattr(self.transformer, CarryingCheckpoint.ATTRIBUTE, carrying.checkpoint)
@@ -123,15 +135,26 @@ class Patched:
 
     # Around a forward
 
+    @_disable_dynamo(recursive=False)  # the model's own forward has graphs
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward as PyTorch does, but leave the thread as it was: an interrupt calls none of its hooks."""
+        caller = sys._getframe(2)
+        model = caller.f_locals["self"] if caller.f_code is _CALLER else self.transformer  # or a shallow copy of it
+        own = partial(type(model)._call_impl, model) if self._compiled is None else self._compiled
+        if vars(self.transformer).get(ATTRIBUTE) is not self:  # compiled while it was patched
+            return own(*args, **kwargs)
+        output, before = None, enter()
+        try:
+            output = own(*args, **kwargs)
+            return output
+        finally:
+            self.end(output, before)
+
     @_disable_dynamo  # what is found of a call stays out of graphs; blocks and the model's own forward have them
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set the call of this thread, before a forward."""
         state = held()
-        outer = state.call
-        if outer is not None and outer.patch is self:  # Ctrl-C ended its last forward, without its hooks
-            self._leave(outer)
-            outer = outer.outer
-        state.call = Call(self, outer=outer)  # so that end() takes it back after a refusal too
+        state.call = Call(self)
         if self in state.off:
             return
         named = named_arguments(model, args, kwargs)
@@ -143,25 +166,22 @@ class Patched:
         checkpoint = getattr(model, CarryingCheckpoint.ATTRIBUTE, None)
         if checkpoint is not None and not isinstance(checkpoint, CarryingCheckpoint):
             setattr(model, CarryingCheckpoint.ATTRIBUTE, CarryingCheckpoint(checkpoint))
-        call = self._entered(grid, extra, outer)
-        state.call = call
-        state.call = self._in_step(call, named)
+        state.call = self._entered(grid, extra)
+        state.call = self._in_step(state.call, named)
         if self.lora is not None and (why := inactive_lora(model, self.lora)):
             self.log.once(logging.WARNING, why)
 
     @_disable_dynamo
-    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take the call back after a forward, also one that failed, whose output is None."""
-        state = held()
-        call = state.call
-        if call is None or call.patch is not self:  # refused by another hook before it began
+    def end(self, output: Any, before: tuple[Any, ...]) -> None:
+        """Leave a forward; of one that failed or was interrupted, the output is None."""
+        call = held().call
+        leave(before)
+        if call is None:  # refused by another hook before it began
             return
-        state.call = call.outer
-        self._leave(call)
         if output is not None and call.grid:
             self.latest_grid = call.grid
         if call.run is None and call.tally is not None:
-            if not self.family.knows_layers and not str(call.tally):
+            if output is not None and not self.family.knows_layers and not str(call.tally):
                 self.log.once(logging.WARNING, f"MHLA: {type(self.transformer).__name__}: {NOT_SEEN}.")
             self._log_end(call.tally, 0)
         elif call.run is not None and output is None:
@@ -170,12 +190,11 @@ class Patched:
             for branch in call.branches:
                 branch.residuals.clear()
 
-    def _entered(self, grid: Shape, extra: Counts, outer: Call | None) -> Call:
+    def _entered(self, grid: Shape, extra: Counts) -> Call:
         """Return the call of a forward, after attaching what its attentions need."""
         family, config = self.family, self.config
         self.tally = Tally(self.log)
         call = Call(self, grid, extra, family.rows_alike, family.pads_behind_grid, tally=self.tally, watch=self._watch)
-        call = call._replace(outer=outer)
         if not isinstance(config, SparseConfig):
             self._warn_of_processors()
             parallel = getattr(getattr(self.transformer, "_parallel_config", None), "context_parallel_config", None)
@@ -185,8 +204,7 @@ class Patched:
         if not family.knows_layers:
             state = held()
             state.layer, state.part, state.over_grid = _FIRST, 0, 0
-            mode = Mode(partial(is_checkpointed, self.transformer))
-            call = call._replace(dense_layers=config.dense_layers, mode=mode)
+            call = call._replace(dense_layers=config.dense_layers, mode=Mode(self.transformer))
         for name in self.chosen:
             processor = getattr(self.attentions[name], "processor", None)
             chosen = getattr(processor, _BACKEND, _NONE)
@@ -195,15 +213,10 @@ class Patched:
             elif chosen != BACKEND:  # what the user has chosen since
                 setattr(processor, LayerHook.CHOSEN_BACKEND, chosen)
                 setattr(processor, _BACKEND, BACKEND)
+            held().backend = getattr(processor, LayerHook.CHOSEN_BACKEND, None)  # of others that share a processor
         if call.mode is not None:
             call.mode.__enter__()
         return call
-
-    def _leave(self, call: Call) -> None:
-        if not self.family.knows_layers:
-            held().layer = None
-        if call.mode is not None:
-            call.mode.__exit__(None, None, None)
 
     def _in_step(self, call: Call, named: Mapping[str, Any]) -> Call:
         """Return the call with its step and its branch's residuals; neither while gradients are enabled."""
@@ -247,7 +260,7 @@ class Patched:
         self.log.summary(tally)
         if not tally.errors:
             return
-        median = float(torch.stack(list(tally.errors.values()))[:, 1].float().median())
+        median = float(torch.stack([error.cpu() for error in tally.errors.values()])[:, 1].float().median())
         level = logging.WARNING if median > FAR_OFF else logging.INFO
         logger.log(level, "corrected from dense steps (%d); %s", dense_steps, self.error_words(tally))
 
@@ -267,12 +280,9 @@ class Patched:
     def on_grid(self, grid: Shape) -> Iterator[None]:
         """Let single self-attentions of the model be called on a token grid within the context, patched."""
         extra = self.family.extra
-        call = self._entered(grid, (0, None) if callable(extra) else extra, None)
-        try:
-            with within(call):
-                yield
-        finally:
-            self._leave(call)
+        with within(None):
+            held().call = self._entered(grid, (0, None) if callable(extra) else extra)
+            yield
 
     def name_at(self, place: tuple[int, int]) -> str:
         """Return the name of the self-attention of a place, (layer, which of its calls of attention)."""
@@ -283,7 +293,7 @@ class Patched:
         errors = (self.tally if tally is None else tally).errors
         if not errors:
             return ""
-        before, after = torch.stack(list(errors.values())).float().cpu().unbind(dim=1)
+        before, after = torch.stack([error.cpu() for error in errors.values()]).float().unbind(dim=1)
         return (
             f"error of an attention at the latest dense step {after.median():.0%} (median), {after.max():.0%} "
             f"({self.name_at(list(errors)[int(after.argmax())])}); {before.median():.0%} before correction"

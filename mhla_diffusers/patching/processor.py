@@ -80,12 +80,14 @@ class MHLAProcessor:
             ValueError: the token grid is unknown or does not fit, or the mask is not a key-padding mask.
         """
         layer, call = getattr(attn, "mhla", None), held().call
+        own_form = layer is None or layer.original_processor is None
+        if own_form and call is not None and all(attn is not one for one in call.patch.attentions.values()):
+            call = None  # of another model, in whose forward this one runs
         family = call.patch.family if call is not None and layer is not None else family_of_attention(attn)
         adapter = layer.adapter if layer is not None else _adapter(attn, family)
         arguments = adapter.arguments(hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         if "encoder_hidden_states" in arguments:
             return adapter.run(self.with_choices(adapter.own_cross_processor(attn)), attn, arguments)
-        own_form = layer is None or layer.original_processor is None
         is_dense = call is not None and layer is not None and (call.is_dense or not call.grid)
         if is_dense or (call is None and not own_form):
             if not (is_dense or held().off or torch.compiler.is_compiling()):

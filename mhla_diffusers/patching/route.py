@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -101,7 +102,7 @@ def attend(
     if torch.compiler.is_compiling():
         if fit.reason:
             return request.exact(query, key, value)
-        if torch.is_grad_enabled() or not (call.patch.config.has_dense_steps or call.dense_layers):
+        if torch.is_grad_enabled() or not call.patch.config.has_dense_steps:
             return sparse(query, key, value, call, fit, request)
         return _operator(query, key, value, request.mask, layer, part, request.scale, request.enable_gqa,
                          request.dispatches, request.backend or "")  # fmt: skip
@@ -157,6 +158,8 @@ def fitted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ca
         reason = f"{tokens:,} tokens are not those of the grid {size} and {sum(extra)} others"
     elif not query.dtype == key.dtype == value.dtype and autocast_type(query) is None:
         reason = f"query, key and value differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
+    elif value.shape[-1] != query.shape[-1]:
+        reason = f"values have head dim {value.shape[-1]}, queries {query.shape[-1]}"
     elif request.is_causal or request.dropout:
         reason = "causal attention" if request.is_causal else "dropout"
     elif mask is not None and call.pads_behind_grid:
@@ -286,7 +289,9 @@ def _backend(
 ) -> torch.Tensor:
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa, True, held().backend, _parallel_config)
     call = held().call
-    if _parallel_config is None or call is None or held().layer is None:  # first, so that graphs know of no step
+    if (
+        _parallel_config is None or call is None or not call.grid or held().layer is None
+    ):  # first, so that graphs know of no step
         return attend(query, key, value, request)
     if call.is_dense and not call.records_residual:
         return attend(query, key, value, request)
@@ -308,18 +313,18 @@ def _split_over_processes(
     here = state.call, state.layer, state.part  # of now: gradients come behind the forward
     state.part += 1
 
-    def run(mask: torch.Tensor | None, query: Any, key: Any, value: Any) -> torch.Tensor:
+    def answered(mask: torch.Tensor | None, query: Any, key: Any, value: Any) -> torch.Tensor:
         return attend(query, key, value, own._replace(mask=mask), here)
 
     def forward(ctx: Any, query: Any, key: Any, value: Any, attn_mask: Any, *_: Any, **__: Any) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.mask = attn_mask
-        return run(attn_mask, query, key, value)
+        return answered(attn_mask, query, key, value)
 
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
         inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            output = run(ctx.mask, *inputs)
+            output = answered(ctx.mask, *inputs)
         return torch.autograd.grad(output, inputs, gradient)
 
     output: torch.Tensor = _templated_context_parallel_attention(
@@ -335,12 +340,13 @@ def _split_over_processes(
 class Mode(TorchFunctionMode):
     """Answers models that call PyTorch's ``scaled_dot_product_attention`` themselves.
 
-    ``is_recomputed`` says whether gradient checkpointing will run an attention again without its call; it stays dense.
+    In one without a family, ``by_hand``, attentions are counted outside of graphs, and stay dense where gradient
+    checkpointing will run them again without their call.
     """
 
-    def __init__(self, is_recomputed: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, by_hand: nn.Module | None = None) -> None:
         super().__init__()
-        self.is_recomputed = is_recomputed
+        self.by_hand = by_hand
         if "torch._dynamo" in sys.modules:
             # a graph of this function by itself would be taken for other functions of PyTorch, with wrong results
             torch._dynamo.eval_frame.skip_code(Mode.__torch_function__.__code__)
@@ -356,13 +362,13 @@ class Mode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         elif (query := args[0] if args else (kwargs or {})["query"]).ndim != 4:
             reason = f"query has {query.ndim} axes, and attention over the grid 4, with heads"
-        elif self.is_recomputed():
+        elif self.by_hand is not None and is_checkpointed(self.by_hand):
             reason = "gradient checkpointing runs it again, without its call"
         if reason:
             if state.call.tally is not None:
                 state.call.tally.note_dense(reason, args[0] if args else (kwargs or {})["query"], logging.WARNING)
             return func(*args, **(kwargs or {}))
-        return _answer_pytorch(*args, **(kwargs or {}))
+        return (_answer_pytorch if self.by_hand is None else _answer_outside_of_graphs)(*args, **(kwargs or {}))
 
 
 def _answer_pytorch(
@@ -379,6 +385,9 @@ def _answer_pytorch(
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return attend(query, key, value, request).transpose(1, 2)
+
+
+_answer_outside_of_graphs = _disable_dynamo(_answer_pytorch)
 
 
 def is_checkpointed(model: nn.Module) -> bool:

@@ -65,6 +65,7 @@ REFUSED = {
     "a pipeline without a transformer": ("wan", {"model": DDPMPipeline(unet(), DDPMScheduler())}, "unet"),
     "nothing": ("wan", {"model": None}, "NoneType"),
     "fused projections": ("wan", {"model": fused(), "blocks": (2, 2, 3)}, "unfuse_qkv_projections()"),
+    "causal MHLA without its normaliser": ("wan", CAUSAL | {"normalize": False, "output_norm": True}, "own='softmax'"),
     "extra tokens without a grid": ("wan", {"extra": (0, 8)}, "extra=(0, 8)...grid="),
     "an unknown transformer": ("wan", {"model": type("Flux9Transformer2DModel", (torch.nn.Module,), {})()}, "grid="),
 }
@@ -110,6 +111,13 @@ def test_what_is_not_patched_can_be_removed_again_but_not_disabled(caplog):
         pass
 
 
+def test_a_transformer_of_two_names_is_patched_once():
+    pipe = wan22_pipeline()
+    pipe.transformer_2 = pipe.transformer
+    mhla.remove_mhla(mhla.apply_mhla(pipe, blocks=(1, 1, 1)))
+    assert footprint(pipe.transformer) == footprint(wan22_pipeline().transformer)
+
+
 def test_a_transformer_wrapped_by_peft_is_patched_inside():
     pipe = wan22_pipeline()
     inner = pipe.transformer
@@ -129,10 +137,10 @@ def test_an_interrupt_between_two_transformers_leaves_none_patched():
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    pipe.transformer_2.register_forward_hook = interrupt  # which comes last
+    pipe.transformer_2.register_forward_pre_hook = interrupt  # which comes behind the layers
     with pytest.raises(KeyboardInterrupt):
         mhla.apply_mhla(pipe, blocks=(1, 1, 1))
-    del pipe.transformer_2.register_forward_hook
+    del pipe.transformer_2.register_forward_pre_hook
     assert (footprint(pipe.transformer), footprint(pipe.transformer_2)) == before
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -24,12 +25,13 @@ from mhla_diffusers.patching import find_patched
 from .. import models
 from ..models import FAMILIES, assert_changed, seeded
 from ..refusals import refused
-from .shared import SPARSE, in_threads, seen_by
+from .shared import SPARSE, in_threads, own_form, seen_by
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 GRID, HEADS, HEAD_DIM, TEXT = (4, 6, 8), 2, 16, 5
 TOKENS = math.prod(GRID) + TEXT
 WHERE = NOTHING_DENSE | {"grid": GRID, "extra": (0, TEXT)}
+INSIDE = {None: "cross", "wan": "blocks.0.attn1.to_out.0", "dit": "transformer_blocks.0.attn1.to_out.0"}
 
 
 class Plain(nn.Module):
@@ -137,6 +139,9 @@ class Mixed(nn.Module):
         self.kind, self.own = kind, nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True)
 
     def forward(self, x, _):
+        if self.kind == "values":
+            x = x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+            return functional.scaled_dot_product_attention(x, x, x[..., :8])
         return self.own(x, x, x)[0] if self.kind == "own" else functional.scaled_dot_product_attention(x, x, x)
 
 
@@ -148,8 +153,9 @@ class Mixed(nn.Module):
         (plain, inputs(180), "180 tokens are not those of the grid 4x6x8 and 0 others"),
         (partial(Mixed, "own"), inputs(), "nn.MultiheadAttention"),
         (partial(Mixed, "flat"), inputs(), "3 axes"),
+        (partial(Mixed, "values"), inputs(), "values have head dim 8, queries 16"),
     ],
-    ids=["causal", "mask", "tokens", "MultiheadAttention", "no heads"],
+    ids=["causal", "mask", "tokens", "MultiheadAttention", "no heads", "values"],
 )
 def test_what_does_not_fit_stays_dense_is_counted_and_logged_once(make, arguments, reason, caplog):
     model = make().eval()
@@ -181,8 +187,21 @@ def test_the_first_attentions_stay_dense_where_that_is_asked_for():
     assert "sparse in 2 of 6" in tally(model)
 
 
+def test_the_first_attentions_stay_dense_with_gradients_in_a_compiled_model():
+    for layers in (2, 3):
+        model = plain({"dense_layers": layers, "density": 0.2})
+        expected = run(model)
+        model.compile(backend="eager")
+        torch.testing.assert_close(model(*inputs()).detach(), expected, atol=1e-6, rtol=1e-5)
+        assert f"sparse in {3 - layers} of 6" in tally(model)
+    torch._dynamo.reset()
+
+
 def test_a_forward_without_an_attention_is_told(caplog):
     model = mhla.apply_mhla(nn.Identity(), **WHERE)
+    with pytest.raises(TypeError):
+        model()
+    assert "no attention" not in caplog.text
     for _ in range(2):
         run(model, inputs()[:1])
     assert caplog.text.count("no attention") == 1 and "no attention" in str(mhla.describe(model))
@@ -254,6 +273,55 @@ def test_a_model_within_a_model():
         mhla.apply_mhla(model, grid=GRID)
     with refused(type(block).__name__):
         mhla.describe(block, height=64)
+    outer, inner, own = plain({}), plain({}), own_form("wan", blocks=(2, 2, 3))
+    of_wan = models.output(own, models.inputs("wan"))
+    expected = run(outer)
+    found = []
+    outer.cross.register_forward_pre_hook(
+        lambda *_: found.extend((run(inner), models.output(own, models.inputs("wan")))) or None
+    )
+    assert torch.equal(run(outer), expected)
+    assert all(map(torch.equal, found, (expected, of_wan) * 3))
+
+
+CASES = [(None, None), (None, "after"), ("wan", None), ("wan", "before"), ("dit", None), ("dit", "after")]
+
+
+@pytest.mark.parametrize(("name", "compiled"), CASES, ids=str)
+def test_an_interrupt_in_a_layer_leaves_no_trace(name, compiled):
+    """In models that were never patched, or by diffusers' own setter, in this one, and in it without its patch."""
+    never, model = (plain() if name is None else FAMILIES[name].build() for _ in range(2))
+    predict = run if name is None else partial(models.output, arguments=models.inputs(name))
+    wan, arguments, is_stopped = own_form("wan", blocks=(2, 2, 3)), models.inputs("wan", ragged=True), []
+
+    @torch.compiler.disable
+    def stop(*_):
+        if is_stopped:
+            raise KeyboardInterrupt
+
+    for one in (never, model):
+        one.get_submodule(INSIDE[name]).register_forward_hook(stop)
+        if compiled == "before":
+            one.compile(backend="eager")
+    mhla.apply_mhla(model, **WHERE if name is None else NOTHING_DENSE, density=0.2)
+    for one in (never, model) if compiled == "after" else ():
+        one.compile(backend="eager")
+    calls = {
+        "never patched": lambda: predict(never),
+        "own form": lambda: models.output(wan, arguments),
+        "patched": lambda: predict(model),
+        "removed": lambda: predict(mhla.remove_mhla(model)),
+    }
+    expected = {what: call() for what, call in calls.items() if what != "removed"}
+    assert_changed(expected["patched"], expected["never patched"])
+    expected["removed"] = expected["never patched"]
+    for what, call in calls.items():
+        is_stopped.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            predict(model)
+        is_stopped.clear()
+        assert torch.equal(call(), expected[what]), what
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["without a family", "wan", "dit"])
@@ -301,6 +369,17 @@ def kernels(model):
     return tuple(
         names.count(f"aten::_scaled_dot_product_{kind}") for kind in ("flash_attention_for_cpu", "attention_math")
     )
+
+
+def test_attentions_that_share_a_processor_run_on_the_backend_of_their_model():
+    """Also those before the first one that is patched, and after another model has run."""
+    found = []
+    for backend in ("_native_math", None):
+        model = models.wan()
+        model.set_attn_processor(WanAttnProcessor())
+        model.blocks[0].attn1.processor._attention_backend = backend
+        found.append(kernels(mhla.apply_mhla(model, **SPARSE, layers=[1])))
+    assert found == [(1, 7), (8, 0)]
 
 
 @pytest.mark.parametrize("settings", [SPARSE, {"blocks": (2, 2, 3)}], ids=["sparse", "MHLA"])
