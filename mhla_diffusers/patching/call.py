@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._compile import _disable_dynamo
 
-from ..attention.call import ContentRule
 from ..attention.layout import Extra, Shape
 from ..config import Step
 from ..families import Counts
@@ -167,7 +166,6 @@ class Call(NamedTuple):
     """What answers PyTorch's function during the forward; None in models that dispatch."""
     tally: Tally | None = None
     watch: Watch | None = None
-    rule: ContentRule | None = None
 
 
 @dataclass(eq=False)
@@ -205,7 +203,7 @@ def enter(call: Call | None = None) -> tuple[Any, ...]:
     """Set the call of this thread; return what :func:`leave` brings back."""
     state = held()
     before = state.call, state.layer, state.part, state.over_grid, state.backend, torch._C._len_torch_function_stack()
-    state.call, state.layer, state.backend = call, None, None
+    state.call, state.layer, state.part, state.over_grid, state.backend = call, None, 0, 0, None
     return before
 
 

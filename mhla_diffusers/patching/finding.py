@@ -20,11 +20,9 @@ def components_of(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"transformer": unwrapped(model)}
     parts = getattr(model, "components", None) or getattr(model, "__dict__", {})
-    found: dict[nn.Module, str] = {}
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            found.setdefault(unwrapped(part), name)
-    return {name: part for part, name in found.items()}
+    modules = {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
+    first = {module: name for name, module in reversed(modules.items())}
+    return {name: module for name, module in modules.items() if first[module] == name}
 
 
 def find_transformers(model: Any) -> dict[str, nn.Module]:
@@ -49,8 +47,7 @@ def find_patched(model: Any) -> dict[str, Patched]:
 
 
 def _handle_of(transformer: Any) -> Patched | None:
-    if ATTRIBUTE in vars(transformer):
-        handle: Patched = vars(transformer)[ATTRIBUTE]
+    if isinstance(handle := vars(transformer).get(ATTRIBUTE), Patched):
         return handle
     if (family := find_family(transformer)) is None:
         return None

@@ -306,9 +306,8 @@ def _chosen_attentions(patched: Patched, config: PatchConfig) -> dict[str, Any]:
                 f"blocks={config.blocks} has {len(config.blocks)} axes, but {kind} has {family.axes}; for example "
                 f"blocks={family.mhla_blocks}."
             )
-        causal = config.causal if isinstance(config, CausalConfig) else None
-        own = getattr(config, "own", "") == "softmax"
-        check_denominator(config.feature_map, config.eps, config.normalize, own, causal)
+        causal, own = (config.causal, config.own) if isinstance(config, CausalConfig) else (None, None)
+        check_denominator(config.feature_map, config.eps, config.normalize, own == "softmax", causal)
         if group_offloading(patched.transformer):
             raise ValueError(OFFLOADED)
         refuse_fused(patched.transformer, "run MHLA")

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from ..attention.call import ContentRule
 from ..attention.layout import Shape
 from ..config import LinearConfig, PatchConfig, SparseConfig
 from ..families import Counts, Family, named_arguments
@@ -30,10 +29,7 @@ FAR_OFF = 0.3
 """Median relative error of the attentions at dense steps from which a warning is due."""
 NOT_SEEN = "no attention that the patch sees: it answers scaled_dot_product_attention alone"
 _BACKEND = "_attention_backend"
-_WAYS = "_call_impl", "_compiled_call_impl"
-"""Attributes of a model that PyTorch calls: its own, and that of ``compile()``, if any."""
 _CALLER = nn.Module.__call__.__code__
-_NONE = object()
 _FIRST = torch.tensor(0, device="cpu")
 """Number of the layer of a model whose layers are not known; its calls of attention are counted instead."""
 
@@ -60,7 +56,6 @@ class Patched:
         self.replaced_weights: dict[str, torch.Tensor] = {}
         """Weights of the model that the patch replaced, as they were, on the CPU."""
         self.lora: str | None = None
-        self._rules: dict[Shape, ContentRule] = {}
         self._watch: Watch | None = None
         self._compiled: Callable[..., Any] | None = None
         self._hooks: list[Any] = []
@@ -109,8 +104,9 @@ class Patched:
         model = self.transformer
         self._hooks.append(model.register_forward_pre_hook(self.begin, with_kwargs=True))
         self._compiled = model._compiled_call_impl
-        for name in _WAYS if self._compiled else _WAYS[:1]:
-            setattr(model, name, self._call_impl)
+        model.__dict__["_call_impl"] = self._call_impl
+        if self._compiled is not None:
+            model._compiled_call_impl = self._call_impl
         setattr(model, ATTRIBUTE, self)
 
     def detach(self) -> None:
@@ -118,11 +114,9 @@ class Patched:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for name in _WAYS:
-            if vars(self.transformer).get(name) == self._call_impl:
-                delattr(self.transformer, name)
-                if name != _WAYS[0]:
-                    setattr(self.transformer, name, self._compiled)
+        self.transformer.__dict__.pop("_call_impl", None)
+        if self.transformer._compiled_call_impl == self._call_impl:
+            self.transformer._compiled_call_impl = self._compiled
         carrying = getattr(self.transformer, CarryingCheckpoint.ATTRIBUTE, None)
         if isinstance(carrying, CarryingCheckpoint):
             setattr(self.transformer, CarryingCheckpoint.ATTRIBUTE, carrying.checkpoint)
@@ -138,7 +132,7 @@ class Patched:
     @_disable_dynamo(recursive=False)  # the model's own forward has graphs
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward as PyTorch does, but leave the thread as it was: an interrupt calls none of its hooks."""
-        caller = sys._getframe(2)
+        caller = sys._getframe(3)  # behind the two frames of the decorator
         model = caller.f_locals["self"] if caller.f_code is _CALLER else self.transformer  # or a shallow copy of it
         own = partial(type(model)._call_impl, model) if self._compiled is None else self._compiled
         if vars(self.transformer).get(ATTRIBUTE) is not self:  # compiled while it was patched
@@ -166,8 +160,7 @@ class Patched:
         checkpoint = getattr(model, CarryingCheckpoint.ATTRIBUTE, None)
         if checkpoint is not None and not isinstance(checkpoint, CarryingCheckpoint):
             setattr(model, CarryingCheckpoint.ATTRIBUTE, CarryingCheckpoint(checkpoint))
-        state.call = self._entered(grid, extra)
-        state.call = self._in_step(state.call, named)
+        state.call = self._in_step(self._entered(grid, extra), named)
         if self.lora is not None and (why := inactive_lora(model, self.lora)):
             self.log.once(logging.WARNING, why)
 
@@ -199,18 +192,14 @@ class Patched:
             self._warn_of_processors()
             parallel = getattr(getattr(self.transformer, "_parallel_config", None), "context_parallel_config", None)
             return call if parallel is None else call._replace(split=parallel._flattened_mesh.get_group())
-        rule = self._rules.get(grid) or self._rules.setdefault(grid, config.rule_on(grid))
-        call = call._replace(rule=rule)
         if not family.knows_layers:
-            state = held()
-            state.layer, state.part, state.over_grid = _FIRST, 0, 0
+            held().layer = _FIRST
             call = call._replace(dense_layers=config.dense_layers, mode=Mode(self.transformer))
         for name in self.chosen:
             processor = getattr(self.attentions[name], "processor", None)
-            chosen = getattr(processor, _BACKEND, _NONE)
-            if chosen is _NONE:  # it calls PyTorch's function
+            if not hasattr(processor, _BACKEND):  # it calls PyTorch's function
                 call = call if call.mode is not None else call._replace(mode=Mode())
-            elif chosen != BACKEND:  # what the user has chosen since
+            elif (chosen := getattr(processor, _BACKEND)) != BACKEND:  # what the user has chosen since
                 setattr(processor, LayerHook.CHOSEN_BACKEND, chosen)
                 setattr(processor, _BACKEND, BACKEND)
             held().backend = getattr(processor, LayerHook.CHOSEN_BACKEND, None)  # of others that share a processor

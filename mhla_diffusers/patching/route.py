@@ -200,7 +200,7 @@ def sparse(
     if is_grid_alone:  # any query will do for the others, whose output nobody gets
         query = functional.pad(query, (0, 0, 0, 0, before, after))
     config = call.patch.config
-    rule = config.rule_on(call.grid) if call.rule is None else call.rule
+    rule = config.rule_on(call.grid)
     tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "key_mask": fit.key_mask}
     of_grid = SparseCall(**tensors, grid=call.grid, sparse=rule, far=config.far, extra=fit.extra)
     output = run(of_grid, call.patch.backend) if compute is None else compute(of_grid)
@@ -368,7 +368,7 @@ class Mode(TorchFunctionMode):
             if state.call.tally is not None:
                 state.call.tally.note_dense(reason, args[0] if args else (kwargs or {})["query"], logging.WARNING)
             return func(*args, **(kwargs or {}))
-        return (_answer_pytorch if self.by_hand is None else _answer_outside_of_graphs)(*args, **(kwargs or {}))
+        return (_answer_pytorch if self.by_hand is None else _disable_dynamo(_answer_pytorch))(*args, **(kwargs or {}))
 
 
 def _answer_pytorch(
@@ -385,9 +385,6 @@ def _answer_pytorch(
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return attend(query, key, value, request).transpose(1, 2)
-
-
-_answer_outside_of_graphs = _disable_dynamo(_answer_pytorch)
 
 
 def is_checkpointed(model: nn.Module) -> bool:

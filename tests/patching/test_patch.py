@@ -1,5 +1,6 @@
 """Apply a patch to tiny instances of every supported diffusers class, and take it off again; what cannot be patched."""
 
+import copy
 import logging
 
 import pytest
@@ -15,7 +16,7 @@ from ..families.cases import case_of, footprint
 from ..models import FAMILIES, assert_changed, attn_processors, inputs, output, patched
 from ..pipelines import wan22_pipeline
 from ..refusals import refused
-from .shared import CAUSAL, COPIES, ONE_PER_CLASS, lora, unet
+from .shared import CAUSAL, COPIES, ONE_PER_CLASS, lora, shake, unet
 
 
 @pytest.mark.parametrize("copied", COPIES)
@@ -111,11 +112,26 @@ def test_what_is_not_patched_can_be_removed_again_but_not_disabled(caplog):
         pass
 
 
+def test_a_shallow_copy_runs_its_own_layers():
+    """As accelerate makes one, to compile blocks."""
+    model = patched("dit", density=0.2)
+    clone, last = copy.copy(model), copy.deepcopy(model.proj_out_2)
+    clone._modules = model._modules | {"proj_out_2": last}
+    shake(last)
+    assert_changed(output(clone, inputs("dit")), output(model, inputs("dit")))
+
+
+def test_attentions_need_no_processor():
+    model = FAMILIES["wan"].build()
+    del model.blocks[0].attn1.processor
+    assert not mhla.is_patched(model)
+
+
 def test_a_transformer_of_two_names_is_patched_once():
     pipe = wan22_pipeline()
-    pipe.transformer_2 = pipe.transformer
+    pipe.transformer_2, before = pipe.transformer, footprint(pipe.transformer)
     mhla.remove_mhla(mhla.apply_mhla(pipe, blocks=(1, 1, 1)))
-    assert footprint(pipe.transformer) == footprint(wan22_pipeline().transformer)
+    assert footprint(pipe.transformer) == before
 
 
 def test_a_transformer_wrapped_by_peft_is_patched_inside():
