@@ -195,10 +195,9 @@ def read_csv(file: Path) -> list[dict[str, str | None]]:
                 raise csv.Error(f"more values than the {len(rows.fieldnames or ())} columns")
             found.append(row)
     except csv.Error as error:
-        raise ValueError(
-            f"{file} is not valid CSV at line {rows.reader.line_num}: {error}. Quote texts with commas or "
-            'quotation marks, and double the marks inside: "a, ""b""".'
-        ) from error
+        advice = 'Quote texts with commas or quotation marks, and double the marks inside: "a, ""b""".'
+        raise ValueError(f"{file} is not valid CSV at line {rows.reader.line_num}: {error}. {advice}") from error
+    check_unique(rows.fieldnames or (), f"{file}: the column")
     return found
 
 

@@ -90,10 +90,8 @@ def generate(config: SampleSet, process: int = 0, processes: int = 1) -> Iterato
             if not start:  # just before the first file, so that a failing run leaves nothing
                 write_json(asdict(record), config.output / RECORD_FILE)
             for sample, result in zip(batch, results, strict=True):
-                finite = bool(numpy.isfinite(result).all())
-                check(
-                    finite, f"{sample.text!r} gives values that are not finite; use another dtype, settings or weights."
-                )
+                said = f"{sample.text!r} gives values that are not finite; use another dtype, settings or weights."
+                check(bool(numpy.isfinite(result).all()), said)
                 if sample.file.endswith(".png"):
                     (result,) = VaeImageProcessor.numpy_to_pil(result)
                 write_sample(result, config.output / sample.file, rate)

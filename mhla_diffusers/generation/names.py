@@ -22,8 +22,9 @@ def read_prompts(path: Path) -> tuple[tuple[str, Path | None], ...]:
     prompts: list[tuple[str, Path | None]] = []
     for number, row in enumerate(reader(path) if reader else [{"text": line} for line in read_lines(path)], start=1):
         columns = row if isinstance(row, dict) else {}
-        text, image = (str(columns.get(name) or "").strip() for name in ("text", "image"))
-        check(bool(text), f"Row {number} of {path} has no prompt in a column 'text', but: {', '.join(columns)}.")
+        text, image = columns.get("text"), str(columns.get("image") or "").strip()
+        text = text.strip() if isinstance(text, str) else ""
+        check(bool(text), f"Row {number} of {path} has no prompt, a text in a column 'text', but {str(row):.80}.")
         prompts.append((text, path.parent / image if image else None))
     check(bool(prompts), f"{path} holds no prompts; write one per line, or per row of .csv or .jsonl.")
     return tuple(prompts)

@@ -1,6 +1,7 @@
 """Choosing, loading and patching a pipeline; reading facts about a pipeline without loading it."""
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,6 +12,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
+from pydantic import StrictFloat
 
 from ..config import PatchConfig, adapted_patches, load_patch
 from ..devices import FLOAT_TYPES, choose_device, device_and_type
@@ -22,9 +24,9 @@ from ..settings import PositiveInteger, check_value
 from ..tiny import TINY, TinyPipeline, pipeline_folder, tiny_pipeline
 from ..tiny.pipelines import FRAMES_PER_SECOND
 
-_GIVEN = {"self", "prompt", "class_labels", "generator", "output_type", "return_dict"}
-_GIVEN |= {"num_images_per_prompt", "num_videos_per_prompt"}
-"""Arguments of a pipeline's call that are set elsewhere, or that would change what it returns."""
+_GIVEN = r"self|prompt|class_labels|generator|output_type|return_dict|num_\w+_per_prompt"
+_GIVEN += r"|callback\w*|latents|\w+_embeds\w*|\w+_mask"
+"""Arguments of a pipeline's call that are set elsewhere, change what it returns, or take functions and tensors."""
 _WHOLE = ("num_inference_steps", "height", "width", "num_frames", "video_length")
 
 
@@ -103,11 +105,11 @@ class PipelineChoice:
         check(found == self.family, f"{self.model} belongs to {found}, but family={self.family!r} was asked for.")
         pipeline = pipeline_class(self.model)
         defaults = {name: x.default for name, x in inspect.signature(pipeline.__call__).parameters.items()}
-        known = [name for name in defaults if name not in _GIVEN]
+        known = [name for name in defaults if not re.fullmatch(_GIVEN, name)]
         check_names([*self.settings, *more], known, f"setting of a call of {pipeline.__name__}")
         for name, value in self.settings.items():
-            is_number = name.startswith("guidance_scale") or isinstance(defaults[name], float)
-            check_value(name, value, PositiveInteger if name in _WHOLE else float if is_number else Any)
+            is_number = name.startswith("guidance_scale") or type(defaults[name]) in (int, float)
+            check_value(name, value, PositiveInteger if name in _WHOLE else StrictFloat if is_number else Any)
 
     def load(self, prompts: Sequence[str] = ()) -> Any:
         """Load the pipeline onto its device, check the prompts, and patch it; ValueError for what does not fit."""
@@ -212,10 +214,9 @@ def family_named(name: str) -> Family:
 
 def family_of(model: str, component: str = "transformer") -> Family:
     """Return the family of a pipeline's transformer, by its class, without its weights."""
-    index = _index(model)
-    _, name = index.get(component) or (None, None)
-    check(name is not None, f"{model} has no component {component!r}; it has: {', '.join(index)}.")
-    return get_family(name)
+    parts = {part: entry[1] for part, entry in _index(model).items() if isinstance(entry, list) and entry[1]}
+    check(component in parts, f"{model} has no component {component!r}; it has: {', '.join(parts)}.")
+    return get_family(parts[component])
 
 
 def transformers_of(model: str) -> list[str]:
