@@ -7,11 +7,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mhla_diffusers import load_mhla, save_mhla
 from mhla_diffusers.files import write_json, write_tensors, write_text, write_whole_folder
 from mhla_diffusers.generation.generate import SampleSet, generate, plan_samples
 
-from . import models
 from .refusals import refused
 
 FAST = {"num_inference_steps": 1}
@@ -48,18 +46,6 @@ def test_files_are_named_and_the_one_before_stays(tmp_path, name, write):
     with full_disk(), refused(f" {file}: ", "choose another folder", error=OSError):
         write(file)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
-
-
-def test_patch_that_was_saved_before_stays(tmp_path):
-    model = models.patched("wan")
-    save_mhla(model, tmp_path, weights="all")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    with torch.no_grad():
-        model.blocks[0].attn1.to_q.weight.mul_(2)
-    with full_disk(), refused(f" {tmp_path}", "too large", error=OSError):
-        save_mhla(model, tmp_path, weights="all")
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    load_mhla(models.wan(), tmp_path)
 
 
 @pytest.mark.parametrize(("family", "suffix"), [("dit", ".png"), ("wan", ".mp4")])

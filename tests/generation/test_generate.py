@@ -329,16 +329,6 @@ def test_photographs_are_shown_upright(tmp_path):
 
 def test_files_that_are_no_pictures_are_refused(tmp_path, shown):
     (tmp_path / "text.png").write_text("no picture")
-    asked = (
-        "generate",
-        "wan",
-        "a cat",
-        "--model",
-        shown,
-        "--output",
-        tmp_path / "out",
-        "--image",
-        tmp_path / "text.png",
-    )
+    asked = ("generate", "wan", "a cat", "--model", shown, "--output", tmp_path, "--image", tmp_path / "text.png")
     ended = in_process(*asked)
     assert ended.exit_code == 1 and "not a readable image" in str(ended.exception), ended.output
