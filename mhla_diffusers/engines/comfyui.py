@@ -225,7 +225,7 @@ def make_node() -> Any:
                      "follow. 0 for never."),
         io.Int.Input("dense_layers", **count, tooltip="First layers with dense attention; single blocks count on from "
                      "the double ones."),
-        io.Int.Input("min_tokens", default=EngineSettings.min_tokens, min=0, max=1_000_000,
+        io.Int.Input("min_tokens", default=EngineSettings().min_tokens, min=0, max=1_000_000,
                      tooltip="Shorter sequences keep dense attention, which is as fast there."),
     ]  # fmt: skip
 

@@ -2,8 +2,10 @@
 
 import copy
 import logging
+import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import ANY, MagicMock, call
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.nn import functional
 
 from mhla_diffusers.attention import sparse_attention
 from mhla_diffusers.config import NOTHING_DENSE
-from mhla_diffusers.engines.comfyui import patch_model
+from mhla_diffusers.engines.comfyui import make_node, patch_model
 from mhla_diffusers.engines.settings import read_settings
 from tests.refusals import refused
 
@@ -142,6 +144,14 @@ def lines(caplog):
 @pytest.fixture(autouse=True)
 def told(caplog):
     caplog.set_level(logging.INFO)
+
+
+def test_the_node_is_made_with_the_settings_defaults(monkeypatch):
+    io = MagicMock(ComfyNode=object)
+    monkeypatch.setitem(sys.modules, "comfy_api", MagicMock())
+    monkeypatch.setitem(sys.modules, "comfy_api.latest", SimpleNamespace(io=io))
+    make_node().define_schema()
+    assert io.Int.Input.call_args == call("min_tokens", default=4096, min=0, max=1_000_000, tooltip=ANY)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
