@@ -244,7 +244,6 @@ def main() -> None:
         device=given.device,
         settings={"num_inference_steps": given.steps},
     )
-    choice.check()
     pipe = choice.load([given.prompt])
 
     def run() -> None:
