@@ -60,6 +60,7 @@ def test_errors_name_extras_that_there_are(monkeypatch):
     [
         ("wan2.1-t2v-1.3b-hybrid", ("MHLA of 7x3x5 blocks", "has to be adapted first", "- 7 - 3 - 5", "2/3")),
         ("tiny-wan-mhla", ("a saved patch", "- 3 - 4 - 4")),
+        ("faithful", ("in every layer but the first 1; works untrained",)),
     ],
 )
 def test_info_on_one_patch(patch, words):

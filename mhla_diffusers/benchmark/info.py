@@ -54,6 +54,7 @@ def summary_of(config: Any) -> str:
     layers = "every layer" if str(config.layers) == "all" else f"layers {config.layers}"
     if isinstance(config, LinearConfig):
         return f"{config.attention} of {times(config.blocks)} blocks in {layers}; has to be adapted first"
+    layers += f" but the first {config.dense_layers}" if config.dense_layers else ""
     return f"{config.attention}, density {config.density:.1%}, in {layers}; works untrained"
 
 
@@ -88,8 +89,7 @@ def print_model(
         whole = sum(plain.values())
         share = f"{plain['self-attention'] / whole:.0%}"
         lines.append((one.size, f"{math.prod(one.grid):,}", share, f"{whole / sum(patched.values()):.2f}"))
-    header = ["size", "tokens", "self-attention", "at most"]
-    _print_table("\nUpper bound on the speedup of a forward, by size", header, lines, right=True)
+    _print_table("\nA forward's speedup, by size", ["size", "tokens", "self-attention", "at most"], lines, right=True)
 
 
 def _read_patch(patch: str) -> tuple[Any, str, Any]:
