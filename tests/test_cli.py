@@ -173,7 +173,6 @@ MISSING = [
     "synthesize --model tiny-wan --prompts nowhere --output x",
     "tune wan --prompts nowhere",
     "finetune nowhere.yaml",
-    "eval fid nowhere nowhere",
 ]
 
 

@@ -140,13 +140,9 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch):
         (("wan",), "mhla generate wan PROMPT"),
         (("dit", "seven", "--set", "num_inference_step=2"), "of DiTPipeline 'num_inference_step'"),
         (("dit", "seven", "--set", "num_inference_steps=0"), "num_inference_steps=0"),
-        (("wan", "x", "--set", "height=-64"), "height=-64 must"),
-        (("wan", "x", "--set", "num_inference_steps=true"), "num_inference_steps=True"),
         (("wan", "x", "--set", "height"), "'height' must look like key=value"),
-        (("wan", "x", "--set", "output_type=latent"), "'output_type'"),
         (("wan", "x", "--set", "callback_on_step_end=x"), "'callback_on_step_end'; "),
         (("wan", "x", "--set", "max_sequence_length=x"), "max_sequence_length='x' must"),
-        (("dit", "seven", "--set", "guidance_scale=abc"), "guidance_scale='abc' must"),
         (("dit", "seven", "--set", "guidance_scale=true"), "guidance_scale=True must"),
         (("dit", "3", "--patch", "me/nowhere"), "me/nowhere"),
         (("wan", "x", "--model", DIT), "belongs to dit, but family='wan'"),
@@ -330,5 +326,4 @@ def test_photographs_are_shown_upright(tmp_path):
 def test_files_that_are_no_pictures_are_refused(tmp_path, shown):
     (tmp_path / "text.png").write_text("no picture")
     asked = ("generate", "wan", "a cat", "--model", shown, "--output", tmp_path, "--image", tmp_path / "text.png")
-    ended = in_process(*asked)
-    assert ended.exit_code == 1 and "not a readable image" in str(ended.exception), ended.output
+    assert "not a readable image" in str(in_process(*asked).exception)
