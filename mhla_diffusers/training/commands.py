@@ -34,9 +34,7 @@ def finetune_command(
 
 
 def export_command(
-    checkpoint: Annotated[
-        Path, typer.Argument(exists=True, help="Folder of a checkpoint, or of a run for its latest checkpoint.")
-    ],
+    checkpoint: Annotated[Path, typer.Argument(exists=True, help="Folder of a checkpoint, or of a run (its latest).")],
     output: Annotated[Path, typer.Option(help="New folder for the weights.")],
 ) -> None:
     """Save a checkpoint as a patch, with the moving average of the weights if there is one."""
@@ -141,9 +139,7 @@ def encode_command(
 @expand_options(device_options)
 def synthesize_command(
     model: _Model,
-    prompts: Annotated[
-        Path, typer.Option(exists=True, help="One prompt per line, or a .csv or .jsonl with a column text.")
-    ],
+    prompts: Annotated[Path, typer.Option(exists=True, help="One per line, or a .csv or .jsonl with a column text.")],
     output: _Output,
     options: dict[str, Any],
     frames: Annotated[int | None, typer.Option(help="Frames per video; default: the model's, 81 for Wan.")] = None,
@@ -174,7 +170,6 @@ def _log_lines() -> None:
     from ..devices import is_first_process
 
     logging.basicConfig(level=logging.INFO if is_first_process() else logging.CRITICAL, format="%(message)s")
-    logging.getLogger("mhla_diffusers.patching").setLevel(logging.ERROR)  # it warns that MHLA is not adapted yet
 
 
 def _load(model: str, device: str, dtype: str | None, uses_transformer: bool) -> Any:

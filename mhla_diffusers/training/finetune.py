@@ -78,7 +78,12 @@ class NamedRun:
             model = type(model).from_pretrained(self.model, subfolder=component, dtype=self._dtype)
         if isinstance(patch, str) and Path(patch).is_dir():
             return begin_with(Path(patch), model)
-        return model if patch is None else apply_mhla(model, patch)
+        patching = logging.getLogger("mhla_diffusers.patching.patch")
+        patching.disabled = True  # it would warn that MHLA is not adapted yet
+        try:
+            return model if patch is None else apply_mhla(model, patch)
+        finally:
+            patching.disabled = False
 
     def open_data(self) -> LatentCache:
         """Open the folders of latents; ValueError for another model's."""
