@@ -281,7 +281,7 @@ class CausalConfig(LinearConfig):
 
 
 READ_PATCH = BeforeValidator(lambda given: kind_of(given)(**given) if isinstance(given, Mapping) else given)
-"""Of a field with settings of any kind; in a mapping their names say which."""
+"""Validator for fields that take settings of any kind of patch; in a mapping the names decide which kind."""
 PROFILES = {
     "faithful": SparseConfig(),
     "balanced": SparseConfig(density=0.05, dense_first=0.1, dense_last=0, dense_layers=0),

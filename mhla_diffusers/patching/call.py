@@ -209,7 +209,7 @@ def enter(call: Call | None = None) -> tuple[Any, ...]:
 
 @_disable_dynamo
 def leave(before: tuple[Any, ...]) -> None:
-    """Bring back what this thread held before :func:`enter`, modes included, whatever has happened since."""
+    """Restore what this thread held before :func:`enter`, modes included, even after an interrupt."""
     state = held()
     state.call, state.layer, state.part, state.over_grid, state.backend, modes = before
     while torch._C._len_torch_function_stack() > modes:

@@ -289,9 +289,8 @@ def _backend(
 ) -> torch.Tensor:
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa, True, held().backend, _parallel_config)
     call = held().call
-    if (
-        _parallel_config is None or call is None or not call.grid or held().layer is None
-    ):  # first, so that graphs know of no step
+    # first, so that graphs know of no step
+    if _parallel_config is None or call is None or not call.grid or held().layer is None:
         return attend(query, key, value, request)
     if call.is_dense and not call.records_residual:
         return attend(query, key, value, request)
@@ -368,7 +367,8 @@ class Mode(TorchFunctionMode):
             if state.call.tally is not None:
                 state.call.tally.note_dense(reason, args[0] if args else (kwargs or {})["query"], logging.WARNING)
             return func(*args, **(kwargs or {}))
-        return (_answer_pytorch if self.by_hand is None else _disable_dynamo(_answer_pytorch))(*args, **(kwargs or {}))
+        answer = _answer_pytorch if self.by_hand is None else _answer_outside_graphs
+        return answer(*args, **(kwargs or {}))
 
 
 def _answer_pytorch(
@@ -385,6 +385,9 @@ def _answer_pytorch(
     request = Request(attn_mask, dropout_p, is_causal, scale, enable_gqa)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return attend(query, key, value, request).transpose(1, 2)
+
+
+_answer_outside_graphs = _disable_dynamo(_answer_pytorch)
 
 
 def is_checkpointed(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from ..families import Clip, trained_family
 from ..files import folder_for_results, write_whole_folder
 from ..generation.pipelines import family_of, load_pipeline, pipeline_source, transformer_without_weights, usual_clip
 from ..patching import apply_mhla
+from ..patching.patch import logger as patching_log
 from .config import TrainingConfig
 from .data.cache import LatentCache, check_made_with
 from .data.model import DataModel
@@ -78,12 +79,11 @@ class NamedRun:
             model = type(model).from_pretrained(self.model, subfolder=component, dtype=self._dtype)
         if isinstance(patch, str) and Path(patch).is_dir():
             return begin_with(Path(patch), model)
-        patching = logging.getLogger("mhla_diffusers.patching.patch")
-        patching.disabled = True  # it would warn that MHLA is not adapted yet
+        patching_log.disabled = True  # it would warn that MHLA is not adapted yet
         try:
             return model if patch is None else apply_mhla(model, patch)
         finally:
-            patching.disabled = False
+            patching_log.disabled = False
 
     def open_data(self) -> LatentCache:
         """Open the folders of latents; ValueError for another model's."""

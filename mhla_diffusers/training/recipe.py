@@ -363,9 +363,8 @@ class Recipe:
                         totals[name] = totals.get(name, 0.0) + part.detach() / config.gradient_accumulation
         means = accelerator.reduce(torch.stack([*totals.values()]), reduction="mean").tolist()
         values = dict(zip(totals, means, strict=True))
-        if (
-            config.objectives.transfer and not self.is_sharded
-        ):  # single layers, which DistributedDataParallel does not see
+        # transfer runs single layers, which DistributedDataParallel does not see
+        if config.objectives.transfer and not self.is_sharded:
             for parameter in self.trained.values():
                 if parameter.grad is not None:
                     parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")

@@ -132,7 +132,7 @@ def test_ids_that_change_in_place_are_read_again() -> None:
 
 
 def test_what_else_the_grid_is_read_from_is_looked_at_again() -> None:
-    """Of places that were read before: two samples packed into a row."""
+    """Here two samples packed into a row, whose positions were read before."""
     given, read = case_of("ideogram4").inputs(), get_family("ideogram4").grid
     read(None, given)
     packed = given["segment_ids"].clone()
